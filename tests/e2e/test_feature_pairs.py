@@ -13,6 +13,7 @@ from axlearn_core.errors import ConfigError, PluginError, RequestError
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
+from axlearn_testing.feature import find_dropped_or_refusal
 from support import toy_models
 
 NAMES = registry()
@@ -89,6 +90,21 @@ def test_the_order_of_a_pair_does_not_matter(experiment):
             assert _without_places(one) == _without_places(other)
         else:
             assert one == other, f"{first}, {second} on {experiment}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", sorted(toy_models.PUBLISHED))
+def test_no_feature_drops_another(experiment):
+    """`tests/conformance` tries the other experiments."""
+    tree, refused = NAMES.experiment(experiment), 0
+    for first, second in itertools.permutations(FEATURES, 2):
+        dropped = find_dropped_or_refusal(tree, use(first), use(second))
+        if isinstance(dropped, RequestError):
+            refused += 1
+            assert any(f"'{name}'" in str(dropped) for name in both(first, second)), dropped
+        else:
+            assert not dropped, "\n".join(map(str, dropped))
+    assert refused < len(PAIRS)
 
 
 def _without_places(text):

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from axlearn_core.config.roles import Role, StackRole
     from axlearn_core.config.tree import children, edit_nodes, fill_slots, join, set_fields, with_children
+    from axlearn_core.config.wrappers import edit_innermost
     from axlearn_core.contracts.finding import Finding
     from axlearn_core.contracts.kernels import Kernel, KernelContext, KernelImplementation
     from axlearn_core.contracts.mesh import Mesh, MeshRule, Size, TargetRule
@@ -103,6 +104,7 @@ _MODULES = {
     ),
     "config.roles": ("Role", "StackRole"),
     "config.tree": ("children", "edit_nodes", "fill_slots", "join", "set_fields", "with_children"),
+    "config.wrappers": ("edit_innermost",),
     "contracts.finding": ("Finding",),
     "contracts.kernels": ("Kernel", "KernelContext", "KernelImplementation"),
     "contracts.mesh": ("Mesh", "MeshRule", "Size", "TargetRule"),

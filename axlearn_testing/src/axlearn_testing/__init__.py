@@ -9,7 +9,7 @@ pytest collects the suite's test methods from your own file. Only tests should i
 import pytest
 
 for _module in (
-    "checkpoint", "common", "data", "feature", "kernel", "layer", "learn", "measure", "objective", "options",
+    "checkpoint", "common", "data", "dropped", "feature", "kernel", "layer", "learn", "measure", "objective", "options",
     "process_group", "tokenizer", "tracker", "train", "weights",
 ):  # fmt: skip
     pytest.register_assert_rewrite(f"{__name__}.{_module}")  # must come before the import
@@ -17,6 +17,7 @@ for _module in (
 from axlearn_testing.checkpoint import CheckpointerSuite, StorageSuite  # noqa: E402
 from axlearn_testing.contracts import Contract, find_contract  # noqa: E402
 from axlearn_testing.data import InputSuite  # noqa: E402
+from axlearn_testing.dropped import Dropped, find_dropped, find_dropped_in_turn  # noqa: E402
 from axlearn_testing.feature import FeatureSuite  # noqa: E402
 from axlearn_testing.kernel import Case, KernelSuite  # noqa: E402
 from axlearn_testing.layer import LayerSuite  # noqa: E402
@@ -31,7 +32,8 @@ from axlearn_testing.train import TrainerSuite  # noqa: E402
 from axlearn_testing.weights import WeightsSuite  # noqa: E402
 
 __all__ = [
-    "Case", "CheckpointerSuite", "CommandOptionSuite", "CommandSuite", "Contract", "EvaluatorSuite", "FeatureSuite", "InputSuite",
-    "KernelSuite", "LayerSuite", "LearnerSuite", "ObjectiveSuite", "ProcessGroupSuite", "ProfilerSuite", "StorageSuite",
-    "TokenizerSuite", "TrackerSuite", "TrainerSuite", "WatchdogSuite", "WeightsSuite", "find_contract",
+    "Case", "CheckpointerSuite", "CommandOptionSuite", "CommandSuite", "Contract", "Dropped", "EvaluatorSuite", "FeatureSuite",
+    "InputSuite", "KernelSuite", "LayerSuite", "LearnerSuite", "ObjectiveSuite", "ProcessGroupSuite", "ProfilerSuite",
+    "StorageSuite", "TokenizerSuite", "TrackerSuite", "TrainerSuite", "WatchdogSuite", "WeightsSuite", "find_contract",
+    "find_dropped", "find_dropped_in_turn",
 ]  # fmt: skip

@@ -4,11 +4,12 @@ from typing import Any
 
 from axlearn_core.config import Node, diff
 from axlearn_core.config.kinds import change_kinds
-from axlearn_core.errors import AxlearnError, ConfigError
+from axlearn_core.errors import AxlearnError, ConfigError, PluginError
 from axlearn_core.plugins.feature import STAGES, Feature
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
+from axlearn_testing.dropped import Dropped, add_needs, feature_text, find_dropped_in_turn
 
 
 class FeatureSuite:
@@ -38,7 +39,7 @@ class FeatureSuite:
         """Return `NAME:EXAMPLE` for each feature to combine this feature with."""
         all_names = [e.name for e in registry().entries("features") if e.name != self.name]
         names = all_names if self.others is None else self.others
-        return tuple(_text(n, registry().feature(n)) for n in names)
+        return tuple(feature_text(name) for name in names)
 
     def setup_method(self) -> None:
         """Set `options` to the feature's example if it is None."""
@@ -116,6 +117,19 @@ class FeatureSuite:
                 else:
                     assert str(one) == str(two), f"{label}: the two orders are refused with different errors"
 
+    def test_no_feature_drops_another(self) -> None:
+        for experiment in self.trees():
+            tree = registry().experiment(experiment)
+            for other in self.partners():
+                for first, second in ((self.text(), other), (other, self.text())):
+                    dropped = find_dropped_or_refusal(tree, first, second)
+                    if isinstance(dropped, AxlearnError):
+                        assert_helps(dropped)
+                        names = [text.partition(":")[0] for text in add_needs(first, second)]
+                        assert any(repr(n) in str(dropped) for n in names), f"the refusal names no feature: {dropped}"
+                    else:
+                        assert not dropped, f"{experiment}: " + "\n".join(map(str, dropped))
+
     def _commutes(self, tree: Node[Any], ordered: Node[Any], other: str, label: str) -> None:
         """Check that features in the same stage commute if no order is declared, because they are then ordered by name."""
         features = resolve(tree, with_=[*self.needs(), self.text(), other]).features
@@ -136,7 +150,7 @@ class FeatureSuite:
 
     def needs(self) -> tuple[str, ...]:
         """Return `NAME:EXAMPLE` for each feature that this feature needs."""
-        return tuple(_text(n, registry().feature(n)) for n in registry().feature(self.name).needs)
+        return tuple(feature_text(name) for name in registry().feature(self.name).needs)
 
     def tree(self, experiment: str) -> Node[Any]:
         """Return the config of an experiment, with the needed features if they can be applied."""
@@ -153,10 +167,6 @@ class FeatureSuite:
         return next(f for name, f in result.features if name == self.name)
 
 
-def _text(name: str, cls: type[Feature]) -> str:
-    return f"{name}:{cls.example}" if cls.example else name
-
-
 def resolve_features(tree: Node[Any], *features: str, full_result: bool = False) -> Any:
     """Return the config (or the whole result) with some features, or the error if they are refused."""
     try:
@@ -164,6 +174,16 @@ def resolve_features(tree: Node[Any], *features: str, full_result: bool = False)
     except AxlearnError as error:
         return error
     return result if full_result else result.config
+
+
+def find_dropped_or_refusal(tree: Node[Any], first: str, second: str) -> tuple[Dropped, ...] | AxlearnError:
+    """Return the dropped effects of two features that are added in turn (see `find_dropped_in_turn`), or the error if refused."""
+    try:
+        return find_dropped_in_turn(tree, first, second)
+    except PluginError:
+        raise  # a feature that fails, and does not refuse
+    except AxlearnError as error:
+        return error
 
 
 def apply_feature(feature: Feature, tree: Node[Any], label: str) -> Node[Any] | None:

@@ -84,6 +84,11 @@ def test_explain():
     removed = good("config", "explain", "toy", "model.feed_forward.hidden_dim.factor", "--set", "**.hidden_dim=64")
     assert "(removed)" in removed
     assert "did you mean: max_steps?" in bad("config", "explain", "toy", "max_stps")
+    replaced = good("config", "explain", "toy", "model.feed_forward", "--set", "model.feed_forward.hidden_dim=64")
+    assert replaced.splitlines()[-1].startswith("replaced: model.feed_forward.hidden_dim (scaled(factor=4.0, ")
+    assert "replaced" not in good(
+        "config", "explain", "toy", "model.attention", "--set", "model.feed_forward.hidden_dim=64"
+    )
 
 
 def test_check():

@@ -175,6 +175,12 @@ def _feature(wrong: str = "") -> type:
     return suite(FeatureSuite, None, **members, find_feature=lambda self, tree: Longer(wrong=wrong))
 
 
+def _replacement(path: str, component: str) -> type:
+    options = f"path={path},component={component}"
+    members = {"name": "replace", "experiments": ("gpt2-124m",), "others": ("rope",)}
+    return suite(FeatureSuite, None, options=options, **members)
+
+
 FEATURES = mutants(
     _feature(),
     {
@@ -183,6 +189,14 @@ FEATURES = mutants(
         "rejects without a fix": (_feature("rude"), "test_apply_is_idempotent"),
         "changes more each time it is applied": (_feature("grows"), "test_apply_is_idempotent"),
         "claims not to be in effect": (_feature("denies"), "test_apply_is_idempotent"),
+    },
+) + mutants(
+    _replacement("model.decoder.norm", "rms-norm,drop=[bias]"),
+    {
+        "drops what another feature did": (
+            _replacement("model.**.position", "alibi"),
+            "test_no_feature_drops_another",
+        ),
     },
 )
 

@@ -104,9 +104,10 @@ def diff_(first: str, request: Request, html: Path | None, as_json: bool) -> Non
 def explain(request: Request, path: str, as_json: bool) -> None:
     """Print the source of the value at PATH: each step that set it.
 
-    For a node, print all values below it. The default is the whole config.
+    For a node, print all values below it, and what features and settings replaced there. The default is the whole config.
     """
-    provenance = resolve(request).explain(path)
+    resolved = resolve(request)
+    provenance = resolved.explain(path)
     if as_json:
         rows = [
             {
@@ -122,6 +123,8 @@ def explain(request: Request, path: str, as_json: bool) -> None:
         width = max(len(text(s.new)) for s in steps)
         for step in steps:
             echo(f"    {text(step.new).ljust(width)}  {click.style(step.source, dim=True)}")
+    for decision in resolved.find_replaced(path):
+        echo(str(decision))
 
 
 @config.command()

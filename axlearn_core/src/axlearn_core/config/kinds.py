@@ -19,7 +19,7 @@ import attrs
 
 from axlearn_core.config.flat import Change, field_kind, leaves, qualified_name
 from axlearn_core.config.node import Kind, Node, get_fields, marked_kind
-from axlearn_core.config.tree import children, get, join, walk
+from axlearn_core.config.tree import children, get, join, locate, walk
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """All kinds, ordered from the smallest effect on results to the largest."""
@@ -32,6 +32,8 @@ def get_kind(tree: object, path: str) -> Kind:
     """Return the kind of the value at a path. Raise `ConfigError` if the path does not exist."""
     kind: Kind = "mathematics"
     value = tree
+    node, _, last = path.rpartition(".")
+    path = join(locate(tree, node), last) if last == "type" else locate(tree, path)
     for name in path.split(".") if path else []:
         if isinstance(value, Node) and name == "type":
             break

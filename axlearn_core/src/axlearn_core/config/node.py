@@ -131,7 +131,7 @@ def node(cls: type[C]) -> type[C]:
     return frozen_cls
 
 
-RESERVED = frozenset({"type", "build", "owner", "validate", "computes_like"})
+RESERVED = frozenset({"type", "build", "owner", "validate", "computes_like", "wraps"})
 
 
 @attrs.frozen(kw_only=True, slots=True, cache_hash=True, repr=False)
@@ -146,6 +146,10 @@ class Node(Generic[T_co]):
     computes_like: ClassVar[Any] = None
     """Config class that computes the same function when this class's extra fields have their defaults. Subclasses do
     not inherit it."""
+    wraps: ClassVar[tuple[str, ...]] = ("inner", "base")
+    """Names of the fields that contain the node that this one wraps, or a tuple of alternatives. Fields that the class lacks are
+    ignored. A path that continues at a wrapper, such as `attention.num_heads`, reaches into the node that it wraps. See
+    `axlearn_core.config.wrappers`."""
 
     def __attrs_post_init__(self) -> None:
         """Convert every field to canonical form. Raise one `ConfigError` that lists every invalid field."""

@@ -1,7 +1,8 @@
 """Query and edit config trees. Every edit returns a new tree that shares unchanged objects with the old one.
 
 A path joins field names of nodes, keys of mappings, and indices of tuples with dots (`trackers.0.every_steps`). In a
-pattern, `*` matches one part and `**` matches zero or more parts.
+pattern, `*` matches one part and `**` matches zero or more parts. The wrappers of a node may be left out of a path or a pattern:
+`attention.num_heads` is `attention.inner.num_heads` if the wrapper itself has no `num_heads`.
 """
 
 import fnmatch
@@ -17,6 +18,7 @@ from axlearn_core.config.roles import Role
 from axlearn_core.config.run_scheme import check_assets
 from axlearn_core.config.slots import check_slots, list_slots
 from axlearn_core.config.types import show
+from axlearn_core.config.wrappers import slot_nodes, wrapped_node, wrapped_nodes
 from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, nearest
 
 
@@ -81,9 +83,34 @@ def _fits(pattern: list[str], parts: list[str]) -> bool:
 def find(tree: object, query: str | type) -> dict[str, Any]:
     """Return the values that match a path pattern, or all nodes of a class, config class, or role, by path."""
     if isinstance(query, str):
-        return {p: v for p, v in walk(tree) if matches(query, p)}
+        return {
+            p: v
+            for p, short, v in _walk_short(tree)
+            if matches(query, p) or (short is not None and matches(query, short))
+        }
     kind = config_class(query)
     return {p: v for p, v in walk(tree) if isinstance(v, kind)}
+
+
+def _walk_short(
+    tree: object, path: str = "", short: str | None = None, hidden: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, str | None, Any]]:
+    """Yield each path, the path without wrappers if it differs and is unique, and the value.
+
+    Args:
+        tree: A config.
+        path: Its path.
+        short: Its path without wrappers, if it is below one.
+        hidden: Names that a wrapper of the tree already has.
+    """
+    yield path, None if hidden else short, tree
+    below, wrapper = children(tree), wrapped_node(tree)
+    for name, child in below.items():
+        full = join(path, name)
+        if wrapper and name == wrapper[0]:
+            yield from _walk_short(child, full, path if short is None else short, hidden | below.keys())
+        else:
+            yield from _walk_short(child, full, None if short is None or name in hidden else join(short, name))
 
 
 def config_class(target: object) -> type:
@@ -114,41 +141,108 @@ def get(tree: object, path: str, *, hint: bool = True) -> Any:
     Raises:
         ConfigError: If the path does not exist.
     """
-    value = tree
-    prefix = ""
-    for name in path.split(".") if path else []:
+    return _locate(tree, path, hint=hint)[1]
+
+
+def locate(tree: object, path: str, *, hint: bool = True) -> str:
+    """Return a path with all wrappers on the way: `attention.num_heads` -> `attention.inner.num_heads`.
+
+    The last part may be a new key of a mapping.
+
+    Raises:
+        ConfigError: If the path does not exist.
+    """
+    parent, _, name = path.rpartition(".")
+    try:
+        prefix, value = _locate(tree, parent, hint=False)
+    except ConfigError:  # report the whole path
+        prefix, value = "", None
+    return join(prefix, name) if path and isinstance(value, Mapping) else _locate(tree, path, hint=hint)[0]
+
+
+def _locate(tree: object, path: str, *, hint: bool) -> tuple[str, Any]:
+    value, prefix = tree, ""
+    parts = path.split(".") if path else []
+    for i, name in enumerate(parts):
+        outer, outer_prefix = value, prefix
+        while name not in children(value) and (wrapper := wrapped_node(value)):
+            prefix, value = join(prefix, wrapper[0]), wrapper[1]
         below = children(value)
         if name not in below:
-            raise ConfigError(no_such_path(path, prefix, name, value, hint=hint))
+            raise ConfigError(no_such_path(path, outer_prefix, ".".join(parts[i:]), outer, hint=hint))
         value, prefix = below[name], join(prefix, name)
-    return value
+    return prefix, value
 
 
-def no_such_path(path: str, parent: str, name: str, value: object, *, hint: bool = True) -> Problem:
-    """Describe a path that fails at `parent` because `value` has no child `name`."""
-    below = children(value)
+def leave_out_wrappers(tree: object, path: str) -> str:
+    """Return a path without the wrappers on the way: `attention.inner.num_heads` -> `attention.num_heads`.
+
+    Parts that the tree does not have are kept.
+    """
+    value, kept = tree, []
+    for name in path.split(".") if path else []:
+        wrapper = wrapped_node(value)
+        if not wrapper or name != wrapper[0]:
+            kept.append(name)
+        value = children(value).get(name)
+    return ".".join(kept)
+
+
+def slot_path(tree: object, path: str) -> str:
+    """Return a path without the wrappers and alternatives on the way (see `axlearn_core.config.wrappers`).
+
+    A node in one alternative (`feed_forward.children.1.up`) has the slot `feed_forward.up`, and a wrapped node (`query.base`,
+    `attention.base.query`) the slot of its wrapper (`query`, `attention.query`).
+    """
+    value, parts, slot = tree, path.split(".") if path else [], []
+    while parts:
+        nodes = wrapped_nodes(value)
+        count = next((n for n in (1, 2) if ".".join(parts[:n]) in nodes), 0)
+        if count:
+            value, parts = nodes[".".join(parts[:count])], parts[count:]
+        else:
+            slot.append(parts[0])
+            value, parts = children(value)[parts[0]], parts[1:]
+    return ".".join(slot)
+
+
+def no_such_path(path: str, parent: str, rest: str, value: object, *, hint: bool = True) -> Problem:
+    """Describe a path that fails at `parent` because `value` has no child with the first name of `rest`.
+
+    If `value` stands for other nodes, the nearest names include those of these nodes.
+    """
+    name = rest.partition(".")[0]
     kind = type(value).__qualname__ if isinstance(value, Node) else f"a {type(value).__name__}"
-    names = ", ".join(join(parent, k) for k in below)
+    nodes = dict(slot_nodes(value, parent)) or {parent: value}
+    names = {join(p, k): k for p, node in nodes.items() for k in children(node)}
+    same = [p for p, k in names.items() if k == name]
+    close = nearest(name, set(names.values())) if hint and not same else []
+    fix = None
+    if name == "type" and parent:
+        fix = f"to use another component: '{parent}={{type: NAME}}'"
+    elif same:
+        tail = rest.removeprefix(name)
+        fix = f"{kind} has several components; name one of them: {', '.join(p + tail for p in same[:4])}"
+    below = [*names] if wrapped_node(value) else [join(parent, k) for k in children(value)]
     return Problem(
         path=path,
         message=f"no {name!r} in {parent or 'the root'} ({kind})",
-        expected=f"one of {names}" if below else f"a path that ends at {parent!r}, which is the value {show(value)}",
-        nearest=[join(parent, n) for n in nearest(name, below)] if hint else (),
-        fix=f"to use another component: '{parent}={{type: NAME}}'" if name == "type" and parent else None,
+        expected=f"one of {', '.join(below)}"
+        if below
+        else f"a path that ends at {parent!r}, which is the value {show(value)}",
+        nearest=[next(p for p in names if names[p] == n) for n in close],
+        fix=fix,
     )
 
 
 def expand(tree: object, pattern: str, *, hint: bool = True) -> list[str]:
-    """Return the paths that match a pattern. A plain path may name a new key of a mapping.
+    """Return the paths that match a pattern, with all wrappers. A plain path may name a new key of a mapping.
 
     Raises:
         ConfigError: If nothing matches.
     """
     if "*" not in pattern:
-        parent = pattern.rpartition(".")[0]
-        if not (pattern and isinstance(get(tree, parent, hint=hint), Mapping)):
-            get(tree, pattern, hint=hint)
-        return [pattern]
+        return [locate(tree, pattern, hint=hint)]
     paths = [path for path in find(tree, pattern) if path]
     if not paths:
         last = pattern.rpartition(".")[2]
@@ -233,14 +327,15 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
     """Replace every `target` node with `new` and keep the fields that both have.
 
     A field of the old node, including its children, is kept if `new` has the field and leaves it at its default. Values that
-    were set, and components that a subclass of the target adds, must not be lost.
+    were set, and components that a subclass of the target adds, must not be lost. A subclass computes something that `new` does
+    not know, so it must not be lost either.
     Replacement does not descend into the new nodes and does not match them again, so it is idempotent.
 
     Args:
         tree: A config.
         target: The class of the nodes to replace, or its `Config`.
         new: The replacement.
-        drop: Names of fields that may be discarded.
+        drop: Names of fields that may be discarded; `type` allows replacing subclasses of the target.
 
     Raises:
         ConfigError: If nothing matches, or if such a value or component would be lost and is not in `drop`.
@@ -276,6 +371,18 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
             )
             for name in lost
         )
+        extra = old.keys() - (target_fields or old.keys())
+        acknowledged = "type" in drop or any(n in lost or n in drop or n in defaults for n in extra)
+        if target_fields is not None and not acknowledged and not _computes(type(value), kind):
+            problems.append(
+                Problem(
+                    path=path,
+                    message=f"would be lost: {type(new).__qualname__} does not compute what {type(value).__qualname__} adds",
+                    got=f"{type(value).__qualname__}, a subclass of {kind.__qualname__}",
+                    expected=f"a {kind.__qualname__}",
+                    fix="leave out this replacement, or the component; a feature can discard it with drop='type'",
+                )
+            )
         values = {name: old[name] for name in changed if name in defaults and untouched[name] == defaults[name]}
         return attrs.evolve(new, **values)
 
@@ -293,6 +400,13 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
     if problems:
         raise ConfigError(problems)
     return result
+
+
+def _computes(kind: type, target: type) -> bool:
+    """Return True if a config class computes the same function as another (see `Node.computes_like`)."""
+    while kind is not target and (like := vars(kind).get("computes_like")):
+        kind = like
+    return kind is target
 
 
 def find_slots(tree: object, protocol: type) -> dict[str, Any]:
@@ -394,6 +508,8 @@ def set_fields(tree: Any, target: type, values: Mapping[str, Any], *, no_match: 
 def fill_slots(tree: Any, protocol: type, fill: Edit, *, no_match: Problem) -> Any:
     """Fill every slot annotated `Node[protocol]`, outermost slots first. Do not enter a filled slot.
 
+    If a slot contains a wrapper, the wrapper stays, and the node that it wraps is the value of the slot.
+
     Args:
         tree: A config.
         protocol: The protocol that annotates the slots.
@@ -405,15 +521,20 @@ def fill_slots(tree: Any, protocol: type, fill: Edit, *, no_match: Problem) -> A
     """
     edits = _Edits(fill)
 
-    def visit(value: Any, path: str) -> Any:
-        slots = list_slots(type(value), protocol) if isinstance(value, Node) else ()
+    def visit(value: Any, path: str, slots: tuple[str, ...]) -> Any:
         below = {}
         for name, child in children(value).items():
-            new = edits.attempt(child, join(path, name)) if name in slots else None
-            below[name] = visit(child, join(path, name)) if new is None else new
+            full = join(path, name)
+            wrapper = wrapped_node(child)
+            inside = list_slots(type(child), protocol) if isinstance(child, Node) else ()
+            if name in slots and wrapper:
+                below[name] = visit(child, full, (*inside, wrapper[0]))
+                continue
+            new = edits.attempt(child, full) if name in slots else None
+            below[name] = visit(child, full, inside) if new is None else new
         return with_children(value, below)
 
-    result = visit(tree, "")
+    result = visit(tree, "", list_slots(type(tree), protocol) if isinstance(tree, Node) else ())
     edits.check(no_match)
     return result
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config import Change, Decoder, Node, diff, flatten, get_fields, patch
+from axlearn_core.config import Change, Decoder, Node, diff, find, flatten, get_fields, patch
 from axlearn_core.config.node import hidden_defaults, interface_fields
-from axlearn_core.config.tree import join, matches, replaced_nodes
+from axlearn_core.config.tree import join, leave_out_wrappers, locate, matches, replaced_nodes
 from axlearn_core.config.types import show
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.decisions import Decision
@@ -30,8 +30,10 @@ def apply_settings(
         ConfigError: If a path is set to two values or does not exist, or if a value is invalid.
     """
     edits: dict[str, Setting] = {}
+    located: dict[str, Setting] = {}
     for setting in settings:
-        first = edits.setdefault(setting.path, setting)
+        edits.setdefault(setting.path, setting)
+        first = located.setdefault(_locate(tree, setting.path), setting)
         if first.value != setting.value or type(first.value) is not type(setting.value):
             raise ConfigError(
                 Problem(
@@ -44,32 +46,52 @@ def apply_settings(
         after = patch(tree, {path: s.value for path, s in edits.items()}, decoder.decode_value)
     except ConfigError as error:
         paths = {s.path: s for s in reversed(settings)}
-        raise ConfigError(_locate_problem(p, settings, paths) for p in error.problems) from None
+        raise ConfigError(_locate_problem(p, settings, paths, tree) for p in error.problems) from None
     changes = {c.path: c for c in diff(tree, after, names.display_name)}
     flat = flatten(after, names.display_name)
     for pattern in edits:
-        for path in flat:
-            if path not in changes and matches(pattern, path):
-                changes[path] = Change(path, flat[path], flat[path])
+        for path in _matching_leaves(after, pattern, flat):
+            changes.setdefault(path, Change(path, flat[path], flat[path]))
     return after, list(changes.values())
 
 
-def _find_setting(path: str, settings: Sequence[Setting]) -> Setting | None:
+def _locate(tree: Node[Any], path: str) -> str:
+    """Return a path with all wrappers, or the path itself if it is a pattern or does not exist."""
+    try:
+        return path if "*" in path else locate(tree, path, hint=False)
+    except ConfigError:
+        return path
+
+
+def _matching_leaves(tree: Node[Any], pattern: str, flat: Mapping[str, Any]) -> Iterable[str]:
+    """Return the paths of leaves that a setting names, also without the wrappers of a node."""
+    if "*" in pattern:
+        named = {*find(tree, pattern)}
+        return [path for path in flat if path in named or matches(pattern, path)]
+    return [path for path in {pattern, locate(tree, pattern)} if path in flat]
+
+
+def _find_setting(path: str, settings: Sequence[Setting], tree: Node[Any]) -> Setting | None:
     """Return the innermost setting that matches the path or one of its parents, or None."""
     parts = path.split(".")
-    prefixes = [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
-    matching = [s for p in prefixes for s in settings if matches(s.path, p)]
-    return matching[0] if matching else None
+    for i in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:i])
+        for name in (prefix, leave_out_wrappers(tree, prefix)):
+            if matching := [s for s in settings if matches(s.path, name)]:
+                return matching[0]
+    return None
 
 
-def find_source(path: str, settings: Sequence[Setting]) -> str:
-    """Return the location of the setting that changed a path."""
-    setting = _find_setting(path, settings)
+def find_source(path: str, settings: Sequence[Setting], tree: Node[Any]) -> str:
+    """Return the location of the setting that changed a path of a config."""
+    setting = _find_setting(path, settings, tree)
     return setting.location if setting else settings[0].location
 
 
-def _locate_problem(problem: Problem, settings: Sequence[Setting], paths: Mapping[str, Setting]) -> Problem:
-    source = paths.get(problem.path) or _find_setting(problem.path, settings)
+def _locate_problem(
+    problem: Problem, settings: Sequence[Setting], paths: Mapping[str, Setting], tree: Node[Any]
+) -> Problem:
+    source = paths.get(problem.path) or _find_setting(problem.path, settings, tree)
     return attrs.evolve(problem, location=source.location) if source and not problem.location else problem
 
 

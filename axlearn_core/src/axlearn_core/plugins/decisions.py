@@ -17,7 +17,7 @@ class Decision:
             `machine` and `mesh rule`: the chosen machine and mesh rule.
             `applied` and `left out`: parts of the mesh rule that were applied or skipped.
             `unchanged`: a requested feature that changed nothing.
-            `replaced`: a component that a setting replaced with a plain value.
+            `replaced`: a component that a setting replaced with a plain value, or a component or setting that a feature replaced.
             `replicated`: parameters without axis names.
             `not registered`: code that the config file cannot refer to.
             `kernel`: a function that cannot use the kernel that the config names.

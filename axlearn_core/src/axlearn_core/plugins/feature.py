@@ -68,6 +68,11 @@ class Feature(Node[Any]):
     Two features with a defined order may change the same path. The later feature sees the earlier feature's changes."""
     after: ClassVar[tuple[str, ...]] = ()
     """Names of features in the same stage that are applied before this feature. They need not be installed."""
+    replaces: ClassVar[tuple[str, ...]] = ()
+    """Patterns of config paths whose values this feature replaces or resets, even if another feature set them.
+
+    `FeatureSuite` requires the declaration from a feature that drops the effect of another one. The decisions of a run list what
+    was lost."""
     example: ClassVar[str] = ""
     """Options for `--with NAME:EXAMPLE` that work with most experiments. Set this if the feature has required options.
 
@@ -75,7 +80,9 @@ class Feature(Node[Any]):
 
     @classmethod
     def __attrs_init_subclass__(cls) -> None:
-        base = {"stage", "needs", "excludes", "before", "after", "example", "bridge", "no_bridge", "apply", "in_effect"}
+        base = {
+            "stage", "needs", "excludes", "before", "after", "replaces", "example", "bridge", "no_bridge", "apply", "in_effect",
+        }  # fmt: skip
         if clashes := base & {a.name for a in attrs.fields(cls)}:
             name = min(clashes)
             raise TypeError(f"{cls.__qualname__}.{name} is not an option: write `{name} = ...` without an annotation")
@@ -85,6 +92,10 @@ class Feature(Node[Any]):
         for name, value in names.items():
             if not isinstance(value, tuple) or not all(isinstance(n, str) for n in value):
                 raise TypeError(f"{cls.__qualname__}.{name} is {value!r}; it must be a tuple of feature names")
+        if not isinstance(cls.replaces, tuple) or not all(isinstance(n, str) and n for n in cls.replaces):
+            raise TypeError(
+                f"{cls.__qualname__}.replaces is {cls.replaces!r}; it must be a tuple of config paths or patterns"
+            )
         if both := {*cls.before} & {*cls.after}:
             raise TypeError(f"{cls.__qualname__} is both before and after {min(both)!r}")
 

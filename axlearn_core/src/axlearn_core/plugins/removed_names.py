@@ -106,6 +106,7 @@ NAMES: Mapping[str, str] = {
     "axlearn_plugins_serving.disaggregated.opening": "axlearn_plugins_serving.disaggregated.open_router",
     "axlearn_plugins_serving.paged": "axlearn_plugins_serving.paged_cache_feature",
     "axlearn_plugins_serving.waiting": "axlearn_plugins_serving.waiting_queue",
+    "axlearn_plugins_transformer.alternate.change_slot": "axlearn_core.extend.edit_innermost",
     "axlearn_plugins_transformer.alternate.Plan": "axlearn_plugins_transformer.alternate.LayerPattern",
     "axlearn_plugins_transformer.alternate.plan": "axlearn_plugins_transformer.alternate.find_pattern",
     "axlearn_plugins_transformer.causal_lm.TwoPartDecoder": "axlearn_plugins_transformer.causal_lm.SplitDecoder",

@@ -19,6 +19,7 @@ import attrs
 from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flatten, get, patch
 from axlearn_core.config.display import config_html
 from axlearn_core.config.kinds import change_kinds
+from axlearn_core.config.tree import join, locate
 from axlearn_core.config.types import show
 from axlearn_core.contracts.experiment import get_experiment_name, get_mesh, get_model_config
 from axlearn_core.contracts.mesh import MeshRule, TargetRule
@@ -29,6 +30,7 @@ from axlearn_core.plugins.apply_settings import apply_settings, describe_replace
 from axlearn_core.plugins.backends import prepare_backends
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
+from axlearn_core.plugins.lost_settings import describe_lost
 from axlearn_core.plugins.mesh_replacement import find_mesh_replacement
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import Entry, Registry, registry
@@ -72,7 +74,8 @@ class Resolved:
         detected: True if the machine was detected, which initializes JAX.
         rule: Title of the mesh rule.
         notes: Messages about parts of the mesh rule that do not fit this config and were skipped.
-        decisions: Decisions about the machine, the mesh rule and its parts, and features that changed nothing.
+        decisions: Decisions about the machine, the mesh rule and its parts, features that changed nothing, and what features and
+            settings replaced.
         names: Registry that resolved the request.
     """
 
@@ -108,7 +111,7 @@ class Resolved:
 
     def setter(self, path: str) -> str | None:
         """Return the source of the last change to a path, or None if the path has the experiment's value."""
-        steps = self.provenance.get(path)
+        steps = self.provenance.get(path) or self.provenance.get(self._locate(path))
         return f"set by {steps[-1].source}" if steps and len(steps) > 1 else None
 
     def explain(self, path: str) -> dict[str, tuple[Step, ...]]:
@@ -117,7 +120,7 @@ class Resolved:
         Raises:
             ConfigError: If the path does not exist. The error suggests the nearest names.
         """
-        steps = {p: s for p, s in self.provenance.items() if not path or p == path or p.startswith(f"{path}.")}
+        steps = self._list_steps(path) or self._list_steps(self._locate(path))
         if not steps:
             get(self.config, path)
             containers = [p for p in self.provenance if path.startswith(f"{p}.")]  # the path is an item in a container
@@ -126,6 +129,22 @@ class Resolved:
                 raise ConfigError(Problem(path=path, message=message))
             steps = {p: self.provenance[p] for p in containers}
         return steps
+
+    def find_replaced(self, path: str) -> list[Decision]:
+        """Return the decisions about settings that were replaced at a path, below it, or above it."""
+        names = {path, self._locate(path)}
+        return [d for d in self.decisions if d.kind == "replaced" and any(_overlap(d.subject, name) for name in names)]
+
+    def _list_steps(self, path: str) -> dict[str, tuple[Step, ...]]:
+        return {p: s for p, s in self.provenance.items() if not path or p == path or p.startswith(f"{path}.")}
+
+    def _locate(self, path: str) -> str:
+        """Return a path with the wrappers on the way, or the path itself if it does not exist."""
+        node, _, name = path.rpartition(".")
+        try:
+            return join(locate(self.config, node), name) if name == "type" else locate(self.config, path)
+        except ConfigError:
+            return path
 
     def to_yaml(self) -> str:
         """Return the text of a config file, which `resolve` accepts."""
@@ -501,16 +520,28 @@ class _Resolution:
                     if other[0].name not in order.predecessors[name]:
                         raise _conflict_error((entry, change), other, feature.stage)
                 earlier.append((entry, change))
+            if changes:
+                self.decisions.extend(describe_lost(before, tree, name, self._list_sources(), self.names.display_name))
             self._record(changes, f"feature {name} ({entry.origin})")
             self.applied.append((name, feature))
         return tree
 
+    def _list_sources(self) -> dict[str, str]:
+        """Return the feature that last set a value, by path."""
+        steps = {path: steps[-1].source for path, steps in self.provenance.items()}
+        return {p: s.removeprefix("feature ").partition(" ")[0] for p, s in steps.items() if s.startswith("feature ")}
+
     def _apply_settings(self, tree: Node[Any], settings: Sequence[Setting]) -> Node[Any]:
         after, changes = apply_settings(tree, settings, self.names, self.decoder)
         for change in changes:
-            self._record([change], find_source(change.path, settings))
+            self._record([change], find_source(change.path, settings, after))
         self.decisions.extend(describe_replaced(tree, after, settings, self.names.display_name))
         return after
+
+
+def _overlap(subject: str, path: str) -> bool:
+    subject = subject.partition(" ")[0]
+    return not path or f"{subject}.".startswith(f"{path}.") or f"{path}.".startswith(f"{subject}.")
 
 
 def _merge_uses(first: FeatureUse, second: FeatureUse) -> FeatureUse:

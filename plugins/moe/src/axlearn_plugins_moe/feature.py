@@ -7,12 +7,13 @@ import attrs
 from axlearn_core.config import Node, Scaled, get_fields, get_options, node, setting
 from axlearn_core.config.node import is_interface
 from axlearn_core.config.tree import fill_slots
+from axlearn_core.config.wrappers import edit_innermost, slot_nodes
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_moe.dispatch import Dispatch
 from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_moe.routing import Router
-from axlearn_plugins_transformer.alternate import Alternate, change_slot
+from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward, PlainFeedForward
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -72,11 +73,11 @@ class MoE(Feature):
                 raise _incompatible(
                     "feed-forward layers alternate here already", "leave `every` and `dense_layers` out"
                 )
-            return change_slot(old, self._replace)
+            return edit_innermost(old, self._replace)
         lead, every = (len(old.first), len(old.children)) if isinstance(old, Alternate) else (0, 1)
         layout = lead if self.dense_layers is None else self.dense_layers, every if self.every is None else self.every
         if layout == (lead, every):
-            return change_slot(old, lambda kind: self._set_options(kind) if _has_experts(kind) else kind)
+            return edit_innermost(old, lambda kind: self._set_options(kind) if _has_experts(kind) else kind)
         dense = [k for k in kinds if not _has_experts(k)]
         if layout != (0, 1) and not dense:
             raise _incompatible(
@@ -87,7 +88,7 @@ class MoE(Feature):
             raise _incompatible(
                 "experts and feed-forward layers are mixed here", "leave `every` and `dense_layers` out"
             )
-        return _arrange_layers(dense[0] if dense else old, self._set_options(kinds[-1]), *layout)
+        return _arrange_layers(dense[0] if dense else old, edit_innermost(kinds[-1], self._set_options), *layout)
 
     def _replace(self, old: Any) -> MixtureOfExperts.Config:
         """Return experts for a feed-forward layer.
@@ -146,7 +147,7 @@ def _shared_expert(experts: MixtureOfExperts.Config, count: int) -> Node[FeedFor
 
 
 def _has_experts(kind: Any) -> bool:
-    return isinstance(kind, MixtureOfExperts.Config)
+    return any(isinstance(part, MixtureOfExperts.Config) for _, part in slot_nodes(kind))
 
 
 def _arrange_layers(dense: Any, experts: Any, lead: int, every: int) -> Any:

@@ -8,11 +8,12 @@ import attrs
 from axlearn_core.config import Node, get_options, node, setting
 from axlearn_core.config.node import get_fields
 from axlearn_core.config.tree import fill_slots
+from axlearn_core.config.wrappers import edit_innermost
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_recurrent.gated_delta_net import GatedDeltaNet
 from axlearn_plugins_recurrent.mamba2 import Mamba2
-from axlearn_plugins_transformer.alternate import Alternate, change_slot
+from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.attention import Attention, AttentionLayer
 from axlearn_plugins_transformer.layer_roles import RecurrentRole
 
@@ -57,7 +58,7 @@ class RecurrentFeature(Feature):
     def _fill(self, old: Any) -> Any:
         kinds = (*old.first, *old.children) if isinstance(old, Alternate) else (old,)
         if any(isinstance(kind, RecurrentRole) for kind in kinds):
-            return change_slot(old, self._edit)
+            return edit_innermost(old, self._edit)
         if isinstance(old, Alternate):
             raise ConfigError(
                 Problem(

@@ -6,11 +6,11 @@ import attrs
 
 from axlearn_core.config import Node, node, setting
 from axlearn_core.config.tree import fill_slots
+from axlearn_core.config.wrappers import edit_innermost
 from axlearn_core.errors import Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_rope.scaling import Scaling
-from axlearn_plugins_transformer.alternate import change_slot
 from axlearn_plugins_transformer.attention import PositionEncoding
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -30,6 +30,7 @@ class Rope(Feature):
     """
 
     stage = "replace"
+    replaces = ("model.**.position",)
 
     theta: float | None = setting(default=None, gt=1)
     scaling: Node[Scaling] | None = None
@@ -47,4 +48,4 @@ class Rope(Feature):
             expected="a layer with a slot `Node[PositionEncoding]`",
             fix="leave rope out, or annotate the attention's slot as `Node[PositionEncoding]`",
         )
-        return fill_slots(cfg, PositionEncoding, lambda _, old: change_slot(old, set_rotary), no_match=no_match)
+        return fill_slots(cfg, PositionEncoding, lambda _, old: edit_innermost(old, set_rotary), no_match=no_match)

@@ -29,6 +29,7 @@ class WatchdogFeature(Feature):
     """
 
     stage = "execute"
+    replaces = ("watchdog",)
 
     hang_seconds: float = setting(default=600.0, gt=0)
     save_seconds: float = setting(default=2400.0, gt=0)

@@ -2,13 +2,10 @@
 
 from typing import Any, TypeVar
 
-from axlearn_core.config import REQUIRED, Node, node, patch, setting
-from axlearn_core.config.tree import children
-from axlearn_core.contracts.experiment import get_loop_config
-from axlearn_core.errors import RequestError
+from axlearn_core.config import REQUIRED, Node, node, setting
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.resolve import resolve
-from axlearn_core.train.loop import TrainLoop
+from axlearn_plugins_runtime.corruption_feature import add_step_check
 from axlearn_plugins_runtime.shadow import ShadowCheck
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -35,17 +32,9 @@ class ShadowFeature(Feature):
         Raises:
             RequestError: The loop already has a different check, or the feature cannot be applied to the config.
         """
-        loop = get_loop_config(cfg)
-        if not isinstance(loop, TrainLoop.Config) or not isinstance(loop.check, ShadowCheck.Config | None):
-            check = type(children(loop).get("check")).__qualname__
-            got = f"loop {type(loop).__qualname__}, check {check}"
-            raise RequestError(
-                f"shadow adds a check to the core's training loop, which can have only one\n    got: {got}\n"
-                "    expected: train-loop without a check\n"
-                "    fix: remove shadow, or the feature that adds the other check, such as sdc-check"
-            )
+        result = add_step_check(cfg, ShadowCheck.Config(feature=self.feature, every_steps=self.every_steps), "shadow")
         resolve(cfg, with_=[self.feature])  # raises before the run starts if the feature is unknown
-        return patch(cfg, {"loop.check": ShadowCheck.Config(feature=self.feature, every_steps=self.every_steps)})
+        return result
 
     def in_effect(self, cfg: Node[Any]) -> bool:
         """Return True if the loop has this check."""

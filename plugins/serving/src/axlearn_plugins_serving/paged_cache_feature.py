@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, node, setting
+from axlearn_core.config import Node, get_options, node, setting
 from axlearn_core.config.slots import list_slots
 from axlearn_core.config.tree import children, edit_nodes, find_slots
 from axlearn_core.errors import ConfigError, Problem
@@ -22,17 +22,19 @@ Tree = TypeVar("Tree", bound=Node[Any])
 class UsePagedCache(Feature):
     """Use a paged cache in every attention layer, as continuous batching requires.
 
-    Training and checkpoints do not change, because only generation uses a cache. `page_size` is the number of tokens per page.
-    `heads_first` stores pages in the layout that CPUs read best. `store` is the storage dtype of keys and values, with a scale
-    per token and head. `kernel` names a kernel of the `paged_attention` op to use instead of the attention's own.
+    Training and checkpoints do not change, because only generation uses a cache. `page_size` is the number of tokens per page
+    (default: 16). `heads_first` stores pages in the layout that CPUs read best (default: false). `store` is the storage dtype of
+    keys and values, with a scale per token and head (default: the model's dtype). `kernel` names a kernel of the
+    `paged_attention` op to use instead of the attention's own. If the cache is already paged, only the given options change.
     """
 
     stage = "execute"
+    replaces = ("model.**.kernel",)
     clears_kernel: ClassVar[bool] = True
     """Whether to reset the attention's kernel if `kernel` is None. A kernel chosen for training may not support pages."""
 
-    page_size: int = setting(default=16, ge=1)
-    heads_first: bool = False
+    page_size: int | None = setting(default=None, ge=1)
+    heads_first: bool | None = None
     store: Literal["int8", "float8_e4m3fn"] | None = None
     kernel: str | None = None
 
@@ -53,11 +55,14 @@ class UsePagedCache(Feature):
             existing = cache.store if isinstance(cache, PagedCache.Config) else None
             if None not in (existing, self.store) and existing != self.store:
                 raise ConfigError(_dtype_conflict(existing, self.store))
-            values[name] = PagedCache.Config(page_size=self.page_size, heads_first=self.heads_first, store=self.store)
+            paged = cache if isinstance(cache, PagedCache.Config) else PagedCache.Config()
+            values[name] = attrs.evolve(paged, **get_options(self, "page_size", "heads_first", "store"))
         for name in list_slots(type(part), LatentCache):
             if self.store is not None:
                 raise ConfigError(_latent_dtype_problem(self.store))
-            values[name] = PagedLatentCache.Config(page_size=self.page_size)
+            cache = children(part)[name]
+            paged = cache if isinstance(cache, PagedLatentCache.Config) else PagedLatentCache.Config()
+            values[name] = attrs.evolve(paged, **get_options(self, "page_size"))
         if values and isinstance(part, AttentionKernelRole) and (self.clears_kernel or self.kernel is not None):
             values["kernel"] = self.kernel
         return attrs.evolve(part, **values) if values else None

@@ -16,6 +16,7 @@ from axlearn_plugins_serving.contracts import HasConfig
 from axlearn_plugins_serving.paged_cache_feature import has_latents
 from axlearn_plugins_transformer.attention_variants.alibi import Alibi
 from axlearn_plugins_transformer.layer_roles import ExpertsRole, RecurrentRole
+from axlearn_plugins_transformer.paged_cache import PagedCache
 
 ROWS = 64
 """Minimum number of rows outside attention in `parity` mode. XLA for CPU multiplies fewer rows with a different algorithm. The
@@ -102,6 +103,8 @@ def check_parity(
             f"the mode parity supports only the kernel 'invariant'\n    got: serving.runner.kernel={kernel}\n"
             "    fix: remove the kernel setting, or use mode=fast"
         )
+    stores = [cache.store for cache in find(model.cfg, PagedCache).values() if cache.store is not None]
+    cache_dtype = cache_dtype or next(iter(stores), None)
     reasons = []
     if cache_dtype is not None:
         reasons.append(f"its cache is in {cache_dtype}, but training does not quantize keys and values")

@@ -5,8 +5,8 @@
 Layers of one kind share a stack of parameters. The order of the kinds is static.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import attrs
 
@@ -25,6 +25,8 @@ class Alternate(Node[Any]):
         children: Nodes to cycle through, or None.
         first: Nodes of the leading layers, such as the dense layers at the bottom of a DeepSeek model.
     """
+
+    wraps: ClassVar[tuple[str, ...]] = ("first", "children")
 
     children: tuple[Node[Any] | None, ...] = REQUIRED
     first: tuple[Node[Any] | None, ...] = ()
@@ -48,19 +50,6 @@ class Alternate(Node[Any]):
                 fix="move it below decoder.layer, or replace it with one of its children",
             )
         )
-
-
-def change_slot(slot: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to the node in a slot.
-
-    If the slot contains an `Alternate`, apply `change` to each of its nodes. Layers without a node stay without one.
-    """
-    if not isinstance(slot, Alternate):
-        return change(slot)
-    first, children = (
-        tuple(None if kind is None else change(kind) for kind in kinds) for kinds in (slot.first, slot.children)
-    )
-    return attrs.evolve(slot, first=first, children=children)
 
 
 def layer_configs(layer: Node[Any], num_layers: int) -> list[Node[Any]]:

@@ -3,26 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from axlearn_core.config.tree import children, matches
+from axlearn_core.config.tree import matches, slot_path
 from axlearn_core.errors import ConfigError, Problem, nearest
-from axlearn_plugins_transformer.alternate import Alternate
-
-
-def slot_path(tree: Any, path: str) -> str:
-    """Return the path of a node's slot, without alternatives and wrappers.
-
-    A node in one alternative of an `alternate` (`feed_forward.children.1.up`) has the slot `feed_forward.up`. A wrapped node
-    (`query.base`, `attention.base.query`) has the slot of its wrapper (`query`, `attention.query`).
-    """
-    value, parts, slot_parts = tree, path.split("."), []
-    while parts:
-        if isinstance(value, Alternate):
-            value, parts = children(children(value)[parts[0]])[parts[1]], parts[2:]
-            continue
-        if parts[0] != "base":
-            slot_parts.append(parts[0])
-        value, parts = children(value)[parts[0]], parts[1:]
-    return ".".join(slot_parts)
 
 
 def matching_paths(tree: Any, target: str | Sequence[str], paths: Sequence[str], *, subject: str) -> set[str]:

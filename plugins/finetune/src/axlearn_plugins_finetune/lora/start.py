@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,8 @@ class StartFromRun(Configurable):
             same_tokenizer: Whether to reject data whose tokenizer differs from `run_dir`'s.
             loop: Loop that trains.
         """
+
+        wraps: ClassVar[tuple[str, ...]] = ("loop",)
 
         run_dir: str | None = None
         step: int | None = setting(default=None, ge=0)

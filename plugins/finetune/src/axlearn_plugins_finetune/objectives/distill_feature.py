@@ -28,6 +28,7 @@ class Distill(Feature):
     """
 
     stage = "replace"
+    replaces = ("objective",)
     example = "temperature=2.0"
 
     teacher: str | None = None

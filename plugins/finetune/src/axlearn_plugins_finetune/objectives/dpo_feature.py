@@ -35,6 +35,7 @@ class Dpo(Feature):
     """
 
     stage = "replace"
+    replaces = ("input", "objective")
     example = "data=pairs.jsonl"
 
     data: str | tuple[str, ...] = REQUIRED

@@ -24,6 +24,7 @@ class UseOptimizer(Feature):
     """
 
     stage = "replace"
+    replaces = ("learner.optimizer",)
     example = "component=lion"
 
     component: str = REQUIRED

@@ -55,6 +55,7 @@ class UseRemat(Feature):
     """
 
     stage = "execute"
+    replaces = ("model.**.remat",)
 
     policy: str | None = None
     save: tuple[str, ...] | None = None

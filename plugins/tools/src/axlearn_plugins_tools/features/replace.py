@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Node, find, get_fields, matches, node, replace_config
+from axlearn_core.config import REQUIRED, Node, find, get_fields, node, replace_config
 from axlearn_core.config.tree import SKIP, edit_nodes, expand, get
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
@@ -49,15 +49,14 @@ class Replace(Feature):
     def apply(self, cfg: Tree) -> Tree:
         """Replace every matching node."""
         new, settings = component(self.component, self.settings)
-        if self.path is not None:
-            _expect_nodes(cfg, self.path)
+        selected = None if self.path is None else _expand_nodes(cfg, self.path)
         kind = registry().component(self.target) if self.target is not None else Node
 
         def swap(path: str, value: Any) -> Any:
-            if self.path is not None and not matches(self.path, path):
+            if selected is not None and path not in selected:
                 return None
             if type(value) is type(new):
-                is_selected = self.path is not None or isinstance(value, kind)
+                is_selected = selected is not None or isinstance(value, kind)
                 return attrs.evolve(value, **settings) if is_selected else SKIP  # already replaced
             if not isinstance(value, kind):
                 return None
@@ -83,11 +82,8 @@ def _has_component(cfg: Node[Any], kind: type, settings: Mapping[str, Any]) -> b
     return any(all(get_fields(n)[k] == v for k, v in settings.items()) for n in find(cfg, kind).values())
 
 
-def _expect_nodes(cfg: Node[Any], pattern: str) -> None:
-    """Raise `ConfigError` if no path matches the pattern, or if no matching path has a node.
-
-    A child that is omitted is None.
-    """
+def _expand_nodes(cfg: Node[Any], pattern: str) -> set[str]:
+    """Return the paths that match a pattern. Raise `ConfigError` if the pattern matches nothing, or only omitted children."""
     paths = expand(cfg, pattern)
     if not any(isinstance(get(cfg, path), Node) for path in paths):
         raise ConfigError(
@@ -98,6 +94,7 @@ def _expect_nodes(cfg: Node[Any], pattern: str) -> None:
                 fix=f"set it: --set {pattern}=...",
             )
         )
+    return {*paths}
 
 
 def _fix(problem: Problem) -> str:

@@ -81,6 +81,7 @@ class UseScheduleFree(Feature):
 
     stage = "replace"
     excludes = ("ema", "optimizer")
+    replaces = ("learner.optimizer",)
 
     learning_rate: float | None = setting(default=None, gt=0)
     b1: float | None = setting(default=None, gt=0, lt=1)

@@ -22,6 +22,7 @@ class UseAlibi(Feature):
 
     stage = "replace"
     excludes = ("rope",)
+    replaces = ("model.**.position",)
 
     def apply(self, cfg: Tree) -> Tree:
         """Put ALiBi into every position-encoding slot."""

@@ -32,6 +32,7 @@ class UseLatentAttention(Feature):
     """
 
     stage = "replace"
+    replaces = ("model.**.num_kv_heads", "model.**.qk_norm")
     no_bridge = (
         "it computes keys and values from a short latent, and encodes positions in only a part of each head; "
         "the weights of a dense attention cannot be factored this way without changing its function"

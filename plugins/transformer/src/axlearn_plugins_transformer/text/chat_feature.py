@@ -34,6 +34,7 @@ class Chat(Feature):
     """
 
     stage = "replace"
+    replaces = ("input.source",)
     example = "data=chat.jsonl"
 
     data: str | tuple[str, ...] = REQUIRED

@@ -1,0 +1,103 @@
+"""Describe the components and settings that a feature replaces or resets."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from axlearn_core.config import ABSENT, Node, get_fields
+from axlearn_core.config.tree import children, join, slot_path, walk
+from axlearn_core.plugins.decisions import Decision
+from axlearn_core.plugins.effects import Effect, find_effects, find_lost
+
+MOST = 4
+"""Number of decisions per feature. The last one gives the number of the others."""
+
+
+def find_lost_settings(before: Node[Any], after: Node[Any]) -> tuple[Effect, ...]:
+    """Return the components and settings of a config that a changed config no longer has, without the defaults of their fields."""
+    effects = [e for e in find_effects(after, before) if e.kind != "removal" and not _is_default(e, before)]
+    return find_lost(effects, after)
+
+
+def describe_lost(
+    before: Node[Any],
+    after: Node[Any],
+    feature: str,
+    sources: Mapping[str, str],
+    name_of: Callable[[Any], str],
+) -> list[Decision]:
+    """Return a decision for each component or setting that a feature replaced or reset.
+
+    Args:
+        before: Config without the feature.
+        after: Config with the feature.
+        feature: Name of the feature.
+        sources: Other feature that set a value, by path.
+        name_of: Returns the name of a config class.
+    """
+    lost = find_lost_settings(before, after)
+    outer = [e for e in lost if not any(_is_below(e, other) for other in lost)]
+    decisions = []
+    for effect in outer:
+        old = _find(before, effect.place)
+        settings = [e for e in lost if _is_below(e, effect) and e.kind in ("setting", "items")]
+        source = sources.get(effect.place) or sources.get(join(effect.place, "type"))
+        old_text = _show(old, name_of) + _show_settings(settings, effect.place)
+        origin = f", set by feature {source}," if source else ""
+        outcome = _describe_outcome(effect, old, after, name_of)
+        decisions.append(Decision("replaced", effect.place, f"{old_text}{origin} {outcome}, by feature {feature}"))
+    return _shorten(list(dict.fromkeys(decisions)))
+
+
+def _shorten(decisions: list[Decision]) -> list[Decision]:
+    if len(decisions) <= MOST:
+        return decisions
+    last = decisions[MOST - 1]
+    return [*decisions[: MOST - 1], attrs.evolve(last, subject=f"{last.subject} and {len(decisions) - MOST} more")]
+
+
+def _is_default(effect: Effect, tree: Node[Any]) -> bool:
+    parent, _, name = effect.place.rpartition(".")
+    owner = _find(tree, parent)
+    fields = attrs.fields_dict(type(owner)) if isinstance(owner, Node) else {}
+    if name not in fields:
+        return False
+    default, value = fields[name].default, get_fields(owner)[name]
+    return type(default) is type(value) and (effect.kind == "component" or bool(default == value))
+
+
+def _is_below(effect: Effect, other: Effect) -> bool:
+    """Return True if the other effect is the component around an effect, or says the same of a whole component."""
+    if effect.place == other.place:
+        return other.kind == "component" and effect.kind != "component"
+    return other.kind == "component" and effect.place.startswith(f"{other.place}.")
+
+
+def _find(tree: Any, path: str) -> Any:
+    for name in path.split(".") if path else []:
+        below = children(tree)
+        if name not in below:
+            return ABSENT
+        tree = below[name]
+    return tree
+
+
+def _show(value: Any, name_of: Callable[[Any], str]) -> str:
+    if value is ABSENT:
+        return "(removed)"
+    return name_of(type(value)) if isinstance(value, Node) else repr(value)
+
+
+def _describe_outcome(effect: Effect, old: Any, after: Node[Any], name_of: Callable[[Any], str]) -> str:
+    value = _find(after, effect.place)
+    if value is ABSENT:
+        name = effect.place.rpartition(".")[2]
+        values = (v for p, v in walk(after) if p.rpartition(".")[2] == name and slot_path(after, p) == effect.path)
+        return "only in some layers" if any(v == old for v in values) else "-> (removed)"
+    return f"-> {_show(value, name_of)}"
+
+
+def _show_settings(settings: Sequence[Effect], place: str) -> str:
+    texts = [f"{e.place.removeprefix(place).lstrip('.') or 'value'}={e.value!r}" for e in settings]
+    return f"({', '.join(texts[:MOST])}{', ...' if len(texts) > MOST else ''})" if texts else ""

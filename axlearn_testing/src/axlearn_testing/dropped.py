@@ -1,0 +1,164 @@
+"""Find features that drop the effect of another feature. Only configs are compared; nothing is built."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from axlearn_core.config import Node, matches
+from axlearn_core.plugins.decisions import Decision
+from axlearn_core.plugins.effects import Effect, find_effects, find_lost
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.resolve import Resolved, resolve
+
+
+@attrs.frozen
+class Dropped:
+    """An effect of a feature that is missing from the config, although no other feature declares that it replaces it.
+
+    Attributes:
+        feature: Name of the feature.
+        effect: The effect.
+        features: All features, in the order of their application.
+        declared: Name of the feature that declares that it replaces the path but reports no decision, or None.
+    """
+
+    feature: str
+    effect: Effect
+    features: tuple[str, ...]
+    declared: str | None = None
+
+    def __str__(self) -> str:
+        why = "no feature declares it in `replaces`"
+        if self.declared:
+            why = f"{self.declared} declares it in `replaces`, but no decision says so"
+        return f"{', then '.join(self.features)}: the effect of {self.feature} is lost, and {why}\n    {self.effect}"
+
+
+def add_needs(*texts: str) -> tuple[str, ...]:
+    """Return `NAME:OPTIONS` of features and of the features that they need."""
+    names = {text.partition(":")[0] for text in texts}
+    missing = [name for name in _needed_names(texts) if name not in names]
+    return add_needs(*map(feature_text, missing), *texts) if missing else texts
+
+
+def _needed_names(texts: Iterable[str]) -> list[str]:
+    names = sorted({text.partition(":")[0] for text in texts})
+    return list(dict.fromkeys(other for name in names for other in registry().feature(name).needs))
+
+
+def feature_text(name: str) -> str:
+    """Return `NAME:EXAMPLE` for a feature, or its name if it has no example."""
+    example = registry().feature(name).example
+    return f"{name}:{example}" if example else name
+
+
+@functools.lru_cache(maxsize=4096)
+def find_effects_alone(tree: Node[Any], text: str) -> tuple[Effect, ...]:
+    """Return the effect of a feature on a config that has the features that it needs, and no others.
+
+    Raises:
+        RequestError: The config cannot have the feature.
+    """
+    needs = add_needs(text)[:-1]
+    before = resolve(tree, with_=needs).config if needs else tree
+    return find_effects(before, resolve(before, with_=add_needs(text)).config)
+
+
+def find_dropped(tree: Node[Any], *texts: str) -> tuple[Dropped, ...]:
+    """Return the effects that features drop if a request has all of them.
+
+    Args:
+        tree: Config without the features.
+        texts: `NAME:OPTIONS` of each feature. Features that they need are added.
+
+    Raises:
+        RequestError: The config cannot have one of the features, or cannot have all of them.
+    """
+    texts = add_needs(*texts)
+    alone = {text.partition(":")[0]: find_effects_alone(tree, text) for text in texts}
+    resolved = resolve(tree, with_=texts)
+    order = tuple(name for name, _ in resolved.features)
+
+    def without(name: str) -> Node[Any] | None:
+        remaining = [text for text in texts if text.partition(":")[0] != name]
+        return resolve(tree, with_=remaining).config if name not in {*_needed_names(remaining)} else None
+
+    return _list_dropped(alone, order, resolved.config, resolved.decisions, without)
+
+
+def find_dropped_in_turn(tree: Node[Any], first: str, second: str) -> tuple[Dropped, ...]:
+    """Return the effects that are dropped if one request adds a feature to a config, and a later request adds the other feature.
+
+    This happens if you add a feature to the config of a run. The stages of the features then do not determine their order.
+
+    Args:
+        tree: Config without the features.
+        first: `NAME:OPTIONS` of the feature that the config has.
+        second: `NAME:OPTIONS` of the feature that is added.
+
+    Raises:
+        RequestError: The config cannot have one of the features, or cannot have both.
+    """
+    names = (first.partition(":")[0], second.partition(":")[0])
+    alone = {name: find_effects_alone(tree, text) for name, text in zip(names, (first, second), strict=True)}
+    with_first = _resolve_cached(tree, add_needs(first)).config
+    resolved = resolve(with_first, with_=add_needs(second))
+    without = lambda name: with_first if name == names[1] else None  # noqa: E731
+    return _list_dropped(alone, names, resolved.config, resolved.decisions, without)
+
+
+@functools.lru_cache(maxsize=256)
+def _resolve_cached(tree: Node[Any], texts: Sequence[str]) -> Resolved:
+    return resolve(tree, with_=texts)
+
+
+def _list_dropped(
+    alone: Mapping[str, Iterable[Effect]],
+    order: tuple[str, ...],
+    tree: Node[Any],
+    decisions: Sequence[Decision],
+    without: Callable[[str], Node[Any] | None],
+) -> tuple[Dropped, ...]:
+    dropped = []
+    for name, effects in alone.items():
+        others = [e for other, effects in alone.items() if other != name for e in effects]
+        lost = find_lost(effects, tree, others)
+        for effect in lost:
+            later = order[order.index(name) + 1 :]
+            declared = [other for other in later if _declares(other, effect, name)]
+            if any(_has_decision(other, decisions) for other in declared):
+                continue
+            if not declared and _is_elsewhere(effect, others, functools.partial(_find_changes, without, name, tree)):
+                continue
+            dropped.append(Dropped(name, effect, order, declared[0] if declared else None))
+    return tuple(dropped)
+
+
+def _find_changes(without: Callable[[str], Node[Any] | None], name: str, tree: Node[Any]) -> tuple[Effect, ...]:
+    before = without(name)
+    return () if before is None else find_effects(before, tree)
+
+
+def _declares(name: str, effect: Effect, other: str) -> bool:
+    """Return True if a feature declares that it replaces what another feature put at a path."""
+    cls, other_cls = registry().feature(name), registry().feature(other)
+    parts = effect.path.split(".")
+    prefixes = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+    declared = any(matches(pattern, prefix) for pattern in cls.replaces for prefix in prefixes)
+    return declared or other in cls.excludes or name in other_cls.excludes
+
+
+def _has_decision(name: str, decisions: Sequence[Decision]) -> bool:
+    return any(d.kind == "replaced" and d.reason.endswith(f"by feature {name}") for d in decisions)
+
+
+def _is_elsewhere(effect: Effect, others: Sequence[Effect], find_changes: Callable[[], Sequence[Effect]]) -> bool:
+    """Return True if another feature replaced the component that an effect belongs to, and the feature changes the new one.
+
+    For example, `paged-cache` changes `kv_cache` of attention, and `latent_cache` of the latent attention that replaced it.
+    `find_changes` returns the effect of the feature on a config that has the other features.
+    """
+    replaced = [e.path for e in others if e.kind == "component" and effect.path.startswith(f"{e.path}.")]
+    return any(own.path.startswith(f"{path}.") for path in replaced for own in (find_changes() if replaced else ()))

@@ -1,0 +1,89 @@
+"""`config check` and `config explain` print the components and settings that a feature replaces or resets."""
+
+from typing import Any
+
+import pytest
+
+from axlearn_core.config import node, patch
+from axlearn_core.plugins.feature import Feature
+from axlearn_core.plugins.lost_settings import MOST, describe_lost, find_lost_settings
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.resolve import resolve
+
+ATTENTION = "model.decoder.layer.attention"
+
+
+def decisions(experiment, *features):
+    return [str(d) for d in resolve(experiment, with_=features).decisions if d.kind == "replaced"]
+
+
+@pytest.mark.parametrize(
+    ("experiment", "features", "expected"),
+    [
+        ("quickstart", ["rope", "lora", "moe", "dropout:rate=0.1", "quantization", "ema", "paged-cache"], []),
+        ("quickstart", ["alibi"], [f"replaced: {ATTENTION}.position (rope -> alibi, by feature alibi)"]),
+        (
+            "quickstart",
+            ["optimizer:component=lion"],
+            ["replaced: learner.optimizer (muon(momentum=0.8, embedding_rate=5.0) -> lion, by feature optimizer)"],
+        ),
+        (
+            "quickstart",
+            ["mamba2"],
+            [f"replaced: {ATTENTION}.output.init.scale (0.01 only in some layers, by feature mamba2)"],
+        ),
+        ("gpt2-124m", ["mla"], [f"replaced: {ATTENTION}.num_kv_heads (12 -> (removed), by feature mla)"]),
+        ("gemma2-2b", ["remat:policy=none"], ["replaced: model.decoder.stack.remat (remat -> None, by feature remat)"]),
+    ],
+)
+def test_the_decisions_of_features(experiment, features, expected):
+    assert decisions(experiment, *features) == expected
+
+
+def test_a_feature_that_replaces_the_setting_of_another_names_it():
+    ring = resolve("quickstart", with_=["context-parallel"]).config
+    (decision,) = decisions(ring, "paged-cache")
+    assert decision == f"replaced: {ATTENTION}.kernel ('ring' -> None, by feature paged-cache)"
+    before = patch(registry().experiment("quickstart"), {f"{ATTENTION}.kernel": "ring"})
+    after = patch(before, {f"{ATTENTION}.kernel": None})
+    (found,) = describe_lost(before, after, "second", {f"{ATTENTION}.kernel": "first"}, registry().display_name)
+    assert found.reason == "'ring', set by feature first, -> None, by feature second"
+
+
+def test_defaults_and_additions_are_not_lost():
+    tree: Any = registry().experiment("quickstart")
+    assert find_lost_settings(tree, tree) == ()
+    assert find_lost_settings(tree, patch(tree, {"model.decoder.layer.attention.window": 7})) == ()
+    assert find_lost_settings(tree, patch(tree, {"learner.ema_decay": 0.9, "mesh.rules": {"a": ("x",)}})) == ()
+
+
+def test_many_decisions_are_shortened():
+    tree: Any = registry().experiment("quickstart")
+    edits = {f"{ATTENTION}.{name}.bias": True for name in ("query", "key", "value", "output")}
+    before = patch(tree, {**edits, "model.z_loss": 0.5, "learner.ema_decay": 0.9})
+    found = describe_lost(before, tree, "all", {}, registry().display_name)
+    assert len(found) == MOST
+    assert found[-1].subject.endswith(" and 2 more")
+
+
+def test_a_feature_declares_paths():
+    with pytest.raises(TypeError, match=r"Wrong.replaces is 'model'; it must be a tuple of config paths or patterns"):
+
+        @node
+        class Wrong(Feature):
+            replaces = "model"
+
+    with pytest.raises(TypeError, match=r"Option.replaces is not an option"):
+
+        @node
+        class Option(Feature):
+            replaces: tuple[str, ...] = ("model",)
+
+
+def test_explain_finds_the_decisions_at_a_path():
+    resolved = resolve("quickstart", with_=["alibi", "optimizer:component=lion"])
+    assert [d.subject for d in resolved.find_replaced(f"{ATTENTION}.position")] == [f"{ATTENTION}.position"]
+    assert [d.subject for d in resolved.find_replaced("learner")] == ["learner.optimizer"]
+    assert [d.subject for d in resolved.find_replaced("learner.optimizer.momentum")] == ["learner.optimizer"]
+    assert len(resolved.find_replaced("")) == 2
+    assert resolved.find_replaced("model.vocab_size") == []
