@@ -34,6 +34,7 @@ def _attend(kernel, query, key, value, mask, sinks=None, op=AttentionOp, **optio
     return op(query, key, value, mask=mask, sinks=sinks, scale=0.3, **options).run(kernel)
 
 
+WINDOW = Causal() & SlidingWindow(6)
 SINKS = jnp.asarray([3.0, -1.0, 0.5, 2.0], jnp.float32)
 
 
@@ -198,19 +199,19 @@ def paged(name, *, new, lengths, heads=4, groups=2, size=8, slots=8, dtype="floa
 def _pages():
     yield paged("decoding", new=[1, 1, 1], lengths=[5, 17, 8])
     yield paged("prefill", new=[9, 70], lengths=[9, 70], tokens=3)
-    yield paged("mixed", new=[1, 12, 1], lengths=[40, 20, 1], window=6)
+    yield paged("mixed", new=[1, 12, 1], lengths=[40, 20, 1], mask=WINDOW)
     yield paged("capped", new=[4], lengths=[30], softcap=2.0, groups=1, dtype="bfloat16")
     split = {"new": [1, 1, 4, 4], "lengths": [40, 5, 30, 4], "tokens": 4, "split": Split(2, 4)}
     yield paged("split", **split)
-    yield paged("split-window", **split, window=6, softcap=2.0, heads_first=True)
+    yield paged("split-window", **split, mask=WINDOW, softcap=2.0, heads_first=True)
     yield paged("split-bias", **split, bias=LinearBias((0.5, 0.25, 0.125, 0.0625)), heads_first=True)
     yield paged("split-bfloat16", **split, dtype="bfloat16")
-    yield paged("split-wide", **split, window=20, softcap=2.0, size=32, heads_first=True)
+    yield paged("split-wide", **split, mask=Causal() & SlidingWindow(20), softcap=2.0, size=32, heads_first=True)
     yield paged("split-wide", **split, size=32, heads=6, dtype="bfloat16", heads_first=True)
-    yield paged("sinks", new=[1, 12, 1], lengths=[40, 20, 1], window=6, sinks=SINKS)
+    yield paged("sinks", new=[1, 12, 1], lengths=[40, 20, 1], mask=WINDOW, sinks=SINKS)
     yield paged("split-sinks", **split, sinks=SINKS, size=16, heads_first=True)
     yield paged("split-finite", **split, size=32, finite=True)
-    yield paged("split-finite-window", **split, size=16, window=6, softcap=2.0, dtype="bfloat16", finite=True)
+    yield paged("split-finite-window", **split, size=16, mask=WINDOW, softcap=2.0, dtype="bfloat16", finite=True)
     yield paged("split-singles", new=[1, 1, 1], lengths=[70, 1, 8], tokens=1, split=Split(4, 1), value_size=6, groups=1)
 
 
@@ -219,7 +220,7 @@ def _invariant_pages():
     split = {"new": [16, 16], "lengths": [128, 100], "tokens": 16, "split": Split(0, 16), "heads_first": True}
     for name, more in (
         ("split", {"size": 16}),
-        ("split-window", {"size": 32, "window": 6, "softcap": 2.0}),
+        ("split-window", {"size": 32, "mask": WINDOW, "softcap": 2.0}),
         ("split-bias", {"size": 16, "bias": LinearBias((0.5, 0.25, 0.125, 0.0625))}),
         ("split-sinks", {"size": 16, "sinks": SINKS}),
     ):

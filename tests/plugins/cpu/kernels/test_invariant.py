@@ -48,7 +48,7 @@ def in_pages(dense, row, split, lengths, slots=16, seed=0, heads_first=True):
     lengths, none = jnp.asarray(lengths, jnp.int32), jnp.zeros((len(lengths) + 1,), jnp.int32)
     options = {
         "scale": dense.scale,
-        "window": dense.window,
+        "mask": dense.mask,
         "softcap": dense.softcap,
         "heads_first": True,
         "split": split,

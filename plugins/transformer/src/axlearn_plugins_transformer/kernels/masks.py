@@ -4,20 +4,30 @@ A kernel can materialize a mask, or ask which blocks it can skip.
 
     mask = Causal() & SlidingWindow(4096) & Segments(ids, ids)
 
-The structure of a mask is static: it is hashable and part of the pytree structure. Data, such as segment ids, are leaves.
+The structure of a mask is static: it is hashable and part of the pytree structure. Data, such as segment ids, are leaves. The
+first dimension of every leaf is B, or 1 if all rows share it.
 Queries and keys are indexed by slot: the index in the row, or in the cache.
 """
 
+import functools
 import itertools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from axlearn_core.errors import RequestError
 from axlearn_core.nn.layer import Context
 
 Range = tuple[int, int]
+Role = Literal["rows", "queries", "keys"]
+"""What an array of a mask has an item for: each row, each query of a row, or each key of a row."""
+
+UNKNOWN_PREFIX = 2**30
+"""`Mask.lookahead` of a mask whose prefix depends on data."""
 
 BLOCKS = 64
 """Number of query blocks and of key blocks into which `visible_pairs` divides a mask."""
@@ -51,6 +61,39 @@ class Mask:
         """Describe the structure, for kernels that support only some structures."""
         return type(self).__name__.lower()
 
+    def roles(self) -> "Mask":
+        """Return the mask with the `Role` of each array in place of the array.
+
+        Raises:
+            RequestError: The mask has arrays but does not define this method.
+        """
+        if jax.tree.leaves(self):
+            raise RequestError(
+                f"it is unknown which arrays of the mask {self.describe()!r} belong to queries, and which to keys\n"
+                f"    got: {type(self).__name__} from {type(self).__module__}, without a method `roles`\n"
+                "    fix: define `roles`, as `Segments` does, or combine the masks of this module"
+            )
+        return self
+
+    def lookahead(self) -> float:
+        """Return the number of leading keys that queries see before they reach them.
+
+        It is 0 for a causal mask, the size of a prefix, `UNKNOWN_PREFIX`, or infinity if any later key may be visible.
+        """
+        return math.inf
+
+    def reach(self) -> int | None:
+        """Return how many of the last keys a query may see, including its own. None if there is no limit."""
+        return None
+
+    def first_slot(self, slot: Any) -> Any:
+        """Return the first slot that a query at `slot` or later may see, or None if there is no limit."""
+        return None
+
+    def most_keys(self) -> int | None:
+        """Return the maximum number of keys that a query sees, or None if the structure does not limit it."""
+        return self.reach() if self.lookahead() == 0 else None
+
     def __and__(self, other: "Mask") -> "Mask":
         return And((*self.parts, *other.parts)) if isinstance(other, And) else And((*self.parts, other))
 
@@ -79,7 +122,7 @@ def expand_slots(part: Range, slots: jax.Array | None, axis: int) -> jax.Array:
     if slots is None:
         shape = (1, part[1] - part[0], 1) if axis == 1 else (1, 1, part[1] - part[0])
         return jax.lax.broadcasted_iota(jnp.int32, shape, axis) + part[0]
-    return jnp.expand_dims(slots[:, part[0] : part[1]], 3 - axis)
+    return jnp.expand_dims(slots[..., part[0] : part[1]], -1 if axis == 1 else -2)
 
 
 @_mask
@@ -109,6 +152,10 @@ class Causal(Mask):
         """Return key <= query."""
         return expand_slots(keys, key_slots, 2) <= expand_slots(queries, query_slots, 1)
 
+    def lookahead(self) -> float:
+        """Return 0."""
+        return 0
+
 
 @_mask
 class SlidingWindow(Mask):
@@ -133,6 +180,74 @@ class SlidingWindow(Mask):
         """Describe the mask with its size."""
         return f"slidingwindow({self.size})"
 
+    def reach(self) -> int | None:
+        """Return the size."""
+        return self.size
+
+    def first_slot(self, slot: Any) -> Any:
+        """Return the first slot of the window."""
+        return jnp.maximum(slot - self.size + 1, 0)
+
+
+@_mask
+class Chunks(Mask):
+    """A mask that lets each query attend to only the keys of its own chunk of `size` positions.
+
+    Combine the mask with `Causal` for the local attention of Llama 4. `chunked` builds the mask for the rows of a context.
+
+    Attributes:
+        size: Number of positions in a chunk.
+        queries: Position of each query in its document, int32 [B or 1, Q]. None means that it equals the slot.
+        keys: Position of each key in its document, int32 [B or 1, K]. None means that it equals the slot.
+    """
+
+    size: int = _static()
+    queries: jax.Array | None = None
+    keys: jax.Array | None = None
+
+    def block(self, queries: Range, keys: Range) -> bool | None:
+        """Compare the chunks of the corners. In packed rows, only the distance of the corners is known."""
+        first, last = queries[0], queries[1] - 1
+        if self.queries is not None or self.keys is not None:
+            return False if keys[1] - 1 <= first - self.size or keys[0] >= last + self.size else None
+        chunks = {slot // self.size for slot in (first, last, keys[0], keys[1] - 1)}
+        if len(chunks) == 1:
+            return True
+        return (
+            False
+            if (keys[1] - 1) // self.size < first // self.size or keys[0] // self.size > last // self.size
+            else None
+        )
+
+    def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
+        """Return whether the chunks are equal."""
+        query, key = expand_slots(queries, query_slots, 1), expand_slots(keys, key_slots, 2)
+        if self.queries is not None:
+            query = self.queries[:, queries[0] : queries[1], None]
+        if self.keys is not None:
+            key = self.keys[:, None, keys[0] : keys[1]]
+        return query // self.size == key // self.size
+
+    def describe(self) -> str:
+        """Describe the mask with its size, and `packed` if it counts positions within documents."""
+        packed = ", packed" if self.queries is not None or self.keys is not None else ""
+        return f"chunks({self.size}{packed})"
+
+    def roles(self) -> Mask:
+        """Return positions of queries and of keys."""
+        queries, keys = None if self.queries is None else "queries", None if self.keys is None else "keys"
+        return Chunks(self.size, queries, keys)  # type: ignore[arg-type]
+
+    def reach(self) -> int | None:
+        """Return the size, which the last query of a chunk sees."""
+        return self.size
+
+    def first_slot(self, slot: Any) -> Any:
+        """Return the first slot of the chunk."""
+        if self.queries is not None or self.keys is not None:
+            return jnp.maximum(slot - self.size + 1, 0)
+        return slot // self.size * self.size
+
 
 @_mask
 class Segments(Mask):
@@ -150,13 +265,19 @@ class Segments(Mask):
         """Return whether the segment ids are equal."""
         return self.queries[:, queries[0] : queries[1], None] == self.keys[:, None, keys[0] : keys[1]]
 
+    def roles(self) -> Mask:
+        """Return ids of queries and of keys."""
+        return Segments("queries", "keys")  # type: ignore[arg-type]
+
 
 @_mask
 class Prefix(Mask):
     """A mask that lets each query attend to only the first `length` keys of its row.
 
+    A server cannot use it, because the length depends on data; see `FixedPrefix`.
+
     Attributes:
-        length: int32 [B].
+        length: int32 [B or 1].
     """
 
     length: jax.Array
@@ -165,6 +286,81 @@ class Prefix(Mask):
         """Return key < length."""
         visible = expand_slots(keys, key_slots, 2) < self.length[:, None, None]
         return jnp.broadcast_to(visible, (visible.shape[0], queries[1] - queries[0], visible.shape[2]))
+
+    def roles(self) -> Mask:
+        """Return lengths of rows."""
+        return Prefix("rows")  # type: ignore[arg-type]
+
+    def lookahead(self) -> float:
+        """Return `UNKNOWN_PREFIX`."""
+        return UNKNOWN_PREFIX
+
+
+@_mask
+class FixedPrefix(Mask):
+    """A mask that lets each query attend to only the first `size` keys of its row.
+
+    With `Causal() | FixedPrefix(size)`, the first `size` tokens attend to each other in both directions.
+    """
+
+    size: int = _static()
+
+    def block(self, queries: Range, keys: Range) -> bool | None:
+        """Compare the keys with the size."""
+        return False if keys[0] >= self.size else True if keys[1] <= self.size else None
+
+    def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
+        """Return key < size."""
+        visible = expand_slots(keys, key_slots, 2) < self.size
+        return jnp.broadcast_to(visible, (visible.shape[0], queries[1] - queries[0], visible.shape[2]))
+
+    def describe(self) -> str:
+        """Describe the mask with its size."""
+        return f"fixedprefix({self.size})"
+
+    def lookahead(self) -> float:
+        """Return the size."""
+        return self.size
+
+    def most_keys(self) -> int | None:
+        """Return the size."""
+        return self.size
+
+
+@_mask
+class SelectedKeys(Mask):
+    """A mask that lets each query attend to only its own set of keys.
+
+    An indexer chooses the sets in DeepSeek-V3.2. Combine the mask with `Causal`.
+
+    Attributes:
+        slots: Slots of the keys of each query, int32 [B or 1, Q, k], in any order. Negative slots select nothing, and repeated
+            slots count once.
+    """
+
+    slots: jax.Array
+
+    def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
+        """Return whether a query selects the slot of a key."""
+        chosen = jnp.sort(self.slots[:, queries[0] : queries[1]], axis=-1)
+        wanted = expand_slots(keys, key_slots, 2)[:, 0]
+        rows = max(chosen.shape[0], wanted.shape[0])
+        chosen, wanted = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in (chosen, wanted))
+        search = jax.vmap(jax.vmap(jnp.searchsorted, (0, None)))
+        index = jnp.minimum(search(chosen, wanted), chosen.shape[-1] - 1)
+        return jnp.take_along_axis(chosen, index, axis=-1) == wanted[:, None]
+
+    def describe(self) -> str:
+        """Describe the mask with the number of keys per query."""
+        return f"selectedkeys({self.slots.shape[-1]})"
+
+    def roles(self) -> Mask:
+        """Return slots of queries."""
+        return SelectedKeys("queries")  # type: ignore[arg-type]
+
+    def most_keys(self) -> int | None:
+        """Return k."""
+        return self.slots.shape[-1]
 
 
 @_mask
@@ -196,6 +392,28 @@ class And(Mask):
         """The masks of the conjunction."""
         return self.masks
 
+    def roles(self) -> Mask:
+        """Return the roles of the parts."""
+        return And(tuple(m.roles() for m in self.masks))
+
+    def lookahead(self) -> float:
+        """Return the smallest number."""
+        return min(m.lookahead() for m in self.masks)
+
+    def reach(self) -> int | None:
+        """Return the smallest limit."""
+        return min((n for m in self.masks if (n := m.reach()) is not None), default=None)
+
+    def first_slot(self, slot: Any) -> Any:
+        """Return the last of the first slots."""
+        firsts = [n for m in self.masks if (n := m.first_slot(slot)) is not None]
+        return None if not firsts else firsts[0] if len(firsts) == 1 else functools.reduce(jnp.maximum, firsts)
+
+    def most_keys(self) -> int | None:
+        """Return the smallest limit."""
+        limits = [super().most_keys(), *(m.most_keys() for m in self.masks)]
+        return min((n for n in limits if n is not None), default=None)
+
 
 @_mask
 class Or(Mask):
@@ -219,6 +437,31 @@ class Or(Mask):
         """Describe the parts, sorted."""
         return "(" + " | ".join(sorted(m.describe() for m in self.masks)) + ")"
 
+    def roles(self) -> Mask:
+        """Return the roles of the parts."""
+        return Or(tuple(m.roles() for m in self.masks))
+
+    def lookahead(self) -> float:
+        """Return the largest number."""
+        return max(m.lookahead() for m in self.masks)
+
+    def reach(self) -> int | None:
+        """Return the largest limit, if all parts have one."""
+        limits = [m.reach() for m in self.masks]
+        return None if None in limits else max(n for n in limits if n is not None)
+
+    def first_slot(self, slot: Any) -> Any:
+        """Return the first of the first slots, if all parts have one."""
+        firsts = [m.first_slot(slot) for m in self.masks]
+        return None if any(n is None for n in firsts) else functools.reduce(jnp.minimum, firsts)
+
+    def most_keys(self) -> int | None:
+        """Return the sum of the limits, if all parts have one."""
+        limits = [m.most_keys() for m in self.masks]
+        total = None if None in limits else sum(n for n in limits if n is not None)
+        own = super().most_keys()
+        return min((n for n in (own, total) if n is not None), default=None)
+
 
 def visible(context: Context, window: int | None = None, *, causal: bool = True) -> Mask:
     """Return the mask of a decoder.
@@ -236,21 +479,109 @@ def visible(context: Context, window: int | None = None, *, causal: bool = True)
     return mask
 
 
+def chunked(context: Context, size: int) -> Mask:
+    """Return the mask of chunks of `size` positions, for the rows of a context.
+
+    In packed rows, every document begins with a new chunk.
+    """
+    if context.segment_ids is None or context.positions is None:
+        return Chunks(size)
+    return Chunks(size, context.positions, context.positions)
+
+
+def window_size(mask: Mask) -> int | None:
+    """Return the size of the smallest window of a mask, or None if it has no window."""
+    return min((part.size for part in mask.parts if isinstance(part, SlidingWindow)), default=None)  # type: ignore[attr-defined]
+
+
+def is_causal_window(mask: Mask) -> bool:
+    """Return True if a mask is only causal, with or without windows."""
+    parts = mask.parts
+    return any(isinstance(p, Causal) for p in parts) and all(isinstance(p, Causal | SlidingWindow) for p in parts)
+
+
+def map_arrays(mask: Mask, change: Callable[[Role, jax.Array], jax.Array]) -> Mask:
+    """Return the mask with `change(role, array)` in place of each array.
+
+    Raises:
+        RequestError: The roles of the arrays are unknown; see `Mask.roles`.
+    """
+    return jax.tree.map(change, mask.roles(), mask) if jax.tree.leaves(mask) else mask
+
+
+def separate_queries(mask: Mask, rows: int, count: int) -> Mask:
+    """Return the mask for `rows * count` rows of one query each, given the mask for `rows` rows of `count` queries."""
+
+    def separate(role: Role, x: jax.Array) -> jax.Array:
+        if role == "queries":
+            x = jnp.broadcast_to(x, (rows, *x.shape[1:]))
+            return x.reshape(rows * count, 1, *x.shape[2:])
+        return x if x.shape[0] == 1 else jnp.repeat(x, count, axis=0)
+
+    return map_arrays(mask, separate) if count > 1 else mask
+
+
+def select_keys(mask: Mask, slots: jax.Array) -> Mask:
+    """Return the mask for the keys at these slots, int32 [B or 1, K], given the mask for the keys at slots 0, 1, 2, ..."""
+
+    def select(role: Role, x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, slots, axis=1, mode="clip") if role == "keys" else x
+
+    return map_arrays(mask, select)
+
+
+def select_tokens(mask: Mask, tokens: Any) -> Mask:
+    """Return the mask for some rows: indices, int32 [...], or a slice. Arrays that all rows share stay as they are."""
+    return jax.tree.map(lambda x: x if x.shape[0] == 1 else x[tokens], mask)
+
+
+def visible_slots(mask: Mask, positions: jax.Array, slots: jax.Array, lengths: Any = None) -> jax.Array:
+    """Return which keys of a cache queries see, bool [..., Q, K].
+
+    Args:
+        mask: Mask for Q rows of one query. If Q is 1, it may also be a mask for all leading dimensions.
+        positions: Slots of the queries, int32 [..., Q].
+        slots: Slots of the keys, int32 [..., K].
+        lengths: Number of written slots, an int or int32 [..., 1]. None if the query is at the last written slot.
+    """
+    queries, keys = (0, positions.shape[-1]), (0, slots.shape[-1])
+    if not jax.tree.leaves(mask):
+        visible = mask.materialize(queries, keys, positions, slots)
+    elif positions.ndim == 2 and queries[1] == 1:
+        visible = select_keys(mask, slots).materialize(queries, keys, positions, slots)
+    else:  # every query is a row
+        slots = slots.reshape(1, -1)
+        visible = select_keys(mask, slots).materialize((0, 1), keys, positions.reshape(-1, 1), slots)[:, 0]
+        visible = visible.reshape(*(1,) * (positions.ndim - 1), *visible.shape)
+    if mask.lookahead():
+        visible &= (slots < (positions + 1 if lengths is None else lengths))[..., None, :]
+    return visible
+
+
+def visible_keys(mask: Mask, keys: int) -> float:
+    """Return the share of the keys that the structure of a mask leaves visible to a query."""
+    return min(1.0, (mask.most_keys() or keys) / keys)
+
+
 def visible_pairs(mask: Mask, queries: int, keys: int) -> float:
     """Return the share of (query, key) pairs that a mask leaves visible, based on its structure.
 
-    Partially visible blocks count as half. Parts that depend on data (segments, prefixes) count as if they hid nothing.
+    Partially visible blocks count as half. Parts that depend on data (segments, prefixes) count as if they hid nothing, except
+    for blocks that they always hide and for a limit on the number of keys.
     """
-    parts = [p for p in mask.parts if not jax.tree.leaves(p)]
-    if not parts or queries != keys:
-        return 1.0
+    limit = mask.most_keys() or keys
+    if queries != keys:
+        return visible_keys(mask, keys)
     blocks = max(1, min(BLOCKS, queries))
     edges = [i * queries // blocks for i in range(blocks + 1)]
     ranges = list(itertools.pairwise(edges))
     pairs = 0.0
     for rows in ranges:
+        row_pairs = 0.0
         for columns in ranges:
-            answers = [part.block(rows, columns) for part in parts]
-            share = 0.0 if False in answers else 1.0 if all(answers) else 0.5
-            pairs += share * (rows[1] - rows[0]) * (columns[1] - columns[0])
+            # The block of a part that depends on data is unknown, which counts as visible.
+            answers = [(part.block(rows, columns), jax.tree.leaves(part)) for part in mask.parts]
+            hidden, unknown = (any(a is x and not (x is None and data) for a, data in answers) for x in (False, None))
+            row_pairs += (0.0 if hidden else 0.5 if unknown else 1.0) * (rows[1] - rows[0]) * (columns[1] - columns[0])
+        pairs += min(row_pairs, limit * (rows[1] - rows[0]))
     return pairs / (queries * keys)
