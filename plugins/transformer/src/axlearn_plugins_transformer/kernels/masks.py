@@ -197,8 +197,8 @@ class Chunks(Mask):
 
     Attributes:
         size: Number of positions in a chunk.
-        queries: Position of each query in its document, int32 [B or 1, Q]. None means that it equals the slot.
-        keys: Position of each key in its document, int32 [B or 1, K]. None means that it equals the slot.
+        queries: First slot of the chunk of each query, int32 [B or 1, Q]. None means the multiple of `size` before it.
+        keys: First slot of the chunk of each key, int32 [B or 1, K]. None means the multiple of `size` before it.
     """
 
     size: int = _static()
@@ -206,7 +206,7 @@ class Chunks(Mask):
     keys: jax.Array | None = None
 
     def block(self, queries: Range, keys: Range) -> bool | None:
-        """Compare the chunks of the corners. In packed rows, only the distance of the corners is known."""
+        """Compare the chunks of the corners, or their distance if the chunks depend on data."""
         first, last = queries[0], queries[1] - 1
         if self.queries is not None or self.keys is not None:
             return False if keys[1] - 1 <= first - self.size or keys[0] >= last + self.size else None
@@ -221,20 +221,21 @@ class Chunks(Mask):
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
         """Return whether the chunks are equal."""
-        query, key = expand_slots(queries, query_slots, 1), expand_slots(keys, key_slots, 2)
-        if self.queries is not None:
-            query = self.queries[:, queries[0] : queries[1], None]
-        if self.keys is not None:
-            key = self.keys[:, None, keys[0] : keys[1]]
-        return query // self.size == key // self.size
+        query, key = (
+            expand_slots(part, slots, axis) // self.size * self.size
+            if first is None
+            else expand_slots(part, first, axis)
+            for part, slots, first, axis in ((queries, query_slots, self.queries, 1), (keys, key_slots, self.keys, 2))
+        )
+        return query == key
 
     def describe(self) -> str:
-        """Describe the mask with its size, and `packed` if it counts positions within documents."""
+        """Describe the mask with its size, and `packed` if the chunks depend on data."""
         packed = ", packed" if self.queries is not None or self.keys is not None else ""
         return f"chunks({self.size}{packed})"
 
     def roles(self) -> Mask:
-        """Return positions of queries and of keys."""
+        """Return first slots of queries and of keys."""
         queries, keys = None if self.queries is None else "queries", None if self.keys is None else "keys"
         return Chunks(self.size, queries, keys)  # type: ignore[arg-type]
 
@@ -298,33 +299,46 @@ class Prefix(Mask):
 
 @_mask
 class FixedPrefix(Mask):
-    """A mask that lets each query attend to only the first `size` keys of its row.
+    """A mask that lets each query attend to only the first `size` keys of its document.
 
-    With `Causal() | FixedPrefix(size)`, the first `size` tokens attend to each other in both directions.
+    With `Causal() | FixedPrefix(size)`, the first `size` tokens attend to each other in both directions. In packed rows, combine
+    it with `Segments`; `with_prefix` builds the mask for the rows of a context.
+
+    Attributes:
+        size: Number of tokens in the prefix.
+        keys: Position of each key in its document, int32 [B or 1, K]. None means that it equals the slot.
     """
 
     size: int = _static()
+    keys: jax.Array | None = None
 
     def block(self, queries: Range, keys: Range) -> bool | None:
         """Compare the keys with the size."""
+        if self.keys is not None:
+            return None
         return False if keys[0] >= self.size else True if keys[1] <= self.size else None
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
         """Return key < size."""
-        visible = expand_slots(keys, key_slots, 2) < self.size
-        return jnp.broadcast_to(visible, (visible.shape[0], queries[1] - queries[0], visible.shape[2]))
+        key = expand_slots(keys, key_slots, 2) if self.keys is None else self.keys[:, None, keys[0] : keys[1]]
+        visible = key < self.size
+        return jnp.broadcast_to(visible, (*visible.shape[:-2], queries[1] - queries[0], visible.shape[-1]))
 
     def describe(self) -> str:
-        """Describe the mask with its size."""
-        return f"fixedprefix({self.size})"
+        """Describe the mask with its size, and `packed` if it counts positions within documents."""
+        return f"fixedprefix({self.size}{'' if self.keys is None else ', packed'})"
+
+    def roles(self) -> Mask:
+        """Return positions of keys."""
+        return FixedPrefix(self.size, None if self.keys is None else "keys")  # type: ignore[arg-type]
 
     def lookahead(self) -> float:
-        """Return the size."""
-        return self.size
+        """Return the size, or `UNKNOWN_PREFIX` in packed rows."""
+        return self.size if self.keys is None else UNKNOWN_PREFIX
 
     def most_keys(self) -> int | None:
-        """Return the size."""
-        return self.size
+        """Return the size, or None in packed rows."""
+        return self.size if self.keys is None else None
 
 
 @_mask
@@ -467,16 +481,26 @@ def visible(context: Context, window: int | None = None, *, causal: bool = True)
     """Return the mask of a decoder.
 
     It is causal, with an optional window, the prefix and the documents of the context. Without `causal`, as in an
-    encoder, queries also see all later keys.
+    encoder, queries also see all later keys. Combine it with another mask with `&`; see also `with_prefix`.
     """
     mask: Mask = Causal() if causal else Full()
     if window is not None:
         mask = mask & SlidingWindow(window)
     if context.prefix is not None:
         mask = mask | Prefix(context.prefix)
-    if context.segment_ids is not None:
-        mask = mask & Segments(context.segment_ids, context.segment_ids)
-    return mask
+    return _within_documents(mask, context)
+
+
+def _within_documents(mask: Mask, context: Context) -> Mask:
+    """Return the mask, without keys of other documents."""
+    ids = context.segment_ids
+    return mask if ids is None else mask & Segments(ids, ids)
+
+
+def with_prefix(context: Context, size: int) -> Mask:
+    """Return the causal mask in which the first `size` tokens of each document attend in both directions."""
+    packed = context.segment_ids is not None
+    return _within_documents(Causal() | FixedPrefix(size, context.positions if packed else None), context)
 
 
 def chunked(context: Context, size: int) -> Mask:
@@ -484,9 +508,11 @@ def chunked(context: Context, size: int) -> Mask:
 
     In packed rows, every document begins with a new chunk.
     """
-    if context.segment_ids is None or context.positions is None:
+    positions = context.positions
+    if context.segment_ids is None or positions is None:
         return Chunks(size)
-    return Chunks(size, context.positions, context.positions)
+    first = jnp.arange(positions.shape[1], dtype=jnp.int32)[None] - positions % size
+    return Chunks(size, first, first)
 
 
 def window_size(mask: Mask) -> int | None:
