@@ -27,7 +27,7 @@ IDS = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 0, 0], [1] * 12], jnp.int32)
 PREFIX = jnp.asarray([3, 0], jnp.int32)
 
 POSITIONS = jnp.asarray([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 0, 1], [*range(12)]], jnp.int32)
-FIRST = jnp.arange(LENGTH) - POSITIONS % 2
+FIRST = jnp.arange(LENGTH, dtype=jnp.int32)[None] - POSITIONS % 2
 SELECTED = jnp.asarray(np.random.default_rng(0).integers(-3, LENGTH, (2, LENGTH, 4)), jnp.int32)
 
 # mask -> whether query q of row b sees key k

@@ -576,8 +576,8 @@ def visible_slots(mask: Mask, positions: jax.Array, slots: jax.Array, lengths: A
     elif positions.ndim == 2 and queries[1] == 1:
         visible = select_keys(mask, slots).materialize(queries, keys, positions, slots)
     else:  # every query is a row
-        slots = slots.reshape(1, -1)
-        visible = select_keys(mask, slots).materialize((0, 1), keys, positions.reshape(-1, 1), slots)[:, 0]
+        flat = slots.reshape(1, -1)
+        visible = select_keys(mask, flat).materialize((0, 1), keys, positions.reshape(-1, 1), flat)[:, 0]
         visible = visible.reshape(*(1,) * (positions.ndim - 1), *visible.shape)
     if mask.lookahead():
         visible &= (slots < (positions + 1 if lengths is None else lengths))[..., None, :]
