@@ -43,7 +43,7 @@ class AttentionOp(Op[Any]):
         query: [B, Q, N, H].
         key: [B, K, G, H].
         value: [B, K, G, V]. In most models, V is H.
-        mask: Mask that determines which keys each query attends to.
+        mask: Mask that determines which keys each query attends to. Results are unspecified for queries that see no key.
         scale: Factor applied to the queries.
         softcap: Bound on the scores, applied with a tanh: (-softcap, softcap). None does not cap them.
         bias: Bias added to the scores, or None.

@@ -571,7 +571,7 @@ def visible_slots(mask: Mask, positions: jax.Array, slots: jax.Array, lengths: A
         lengths: Number of written slots, an int or int32 [..., 1]. None if the query is at the last written slot.
     """
     queries, keys = (0, positions.shape[-1]), (0, slots.shape[-1])
-    if not jax.tree.leaves(mask):
+    if is_causal_window(mask):
         visible = mask.materialize(queries, keys, positions, slots)
     elif positions.ndim == 2 and queries[1] == 1:
         visible = select_keys(mask, slots).materialize(queries, keys, positions, slots)
