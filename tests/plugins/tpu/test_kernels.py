@@ -147,10 +147,11 @@ def test_devices_read_the_pages_of_their_own_heads(simulated, monkeypatch):
     np.testing.assert_allclose(sharded(*case.operands), case.run("xla", *case.operands), rtol=2e-5, atol=2e-5)
 
 
-QUICK = ("window", "prefix", "decoding", "odd", "alibi")
+QUICK = ("window", "prefix", "chunks", "decoding", "odd", "alibi")
 
 
 @pytest.mark.slow_cases(
+    "test_values_and_gradients_match_reference[chunks-256x256-4of2-float32]",
     "test_values_and_gradients_match_reference[prefix-256x256-4of2-float32]",
     "test_values_and_gradients_match_reference[window-256x256-4of2-float32]",
 )
