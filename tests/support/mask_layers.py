@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from axlearn_core.config import node, patch, replace_config
 from axlearn_plugins_transformer.attention import Attention
+from axlearn_plugins_transformer.attention_variants.latent import LatentAttention
 from axlearn_plugins_transformer.kernels import masks
 
 CHUNK, PREFIX, OFFSETS, SELECTED = 6, 5, 12, 3
@@ -47,6 +48,17 @@ class SelectiveAttention(Attention):
         distances = jax.lax.top_k(query[:, :, 0, :OFFSETS], SELECTED)[1].astype(jnp.int32) + 1
         slots = own[..., None] - jnp.concatenate([jnp.zeros_like(distances[..., :1]), distances], axis=-1)
         return attrs.evolve(op, mask=op.mask & masks.SelectedKeys(slots))
+
+
+class ChunkedLatentAttention(LatentAttention):
+    """Latent attention in chunks."""
+
+    @node
+    class Config(LatentAttention.Config):
+        """The settings of `LatentAttention`."""
+
+    def mask(self, context):
+        return super().mask(context) & masks.chunked(context, CHUNK)
 
 
 LAYERS = {"chunks": ChunkedAttention, "prefix": PrefixAttention, "selected": SelectiveAttention}

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from axlearn_core.config import replace_config
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_plugins_serving.drafting import NgramDrafter
 from axlearn_plugins_serving.local_engine import serve
+from axlearn_plugins_transformer.attention_variants.latent import LatentAttention
 from axlearn_plugins_transformer.generate import Generator, generate
 from support import mask_layers, serving_models
 
@@ -22,7 +24,13 @@ NEW = 8
 @functools.cache
 def build(name):
     """Return a model with weights that make its tokens differ."""
-    model = mask_layers.config(serving_models.config(), name).build(rngs=nnx.Rngs(0))
+    if name == "latent chunks":
+        base = serving_models.config("mla")
+        model = replace_config(base, LatentAttention, mask_layers.ChunkedLatentAttention.Config()).build(
+            rngs=nnx.Rngs(0)
+        )
+    else:
+        model = mask_layers.config(serving_models.config(), name).build(rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     state = jax.tree.map(lambda x: x + 0.2 * rng.standard_normal(x.shape).astype(x.dtype), nnx.state(model, nnx.Param))
     nnx.update(model, state)
@@ -61,11 +69,11 @@ def check_engine(model, settings, tolerance=2e-4):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mask_layers.LAYERS)
+@pytest.mark.parametrize("name", [*mask_layers.LAYERS, "latent chunks"])
 def test_the_engine_gives_the_logits_of_training(name):
     statistics, cache = check_engine(build(name), {})
     assert statistics.cached_prompt_tokens
-    assert cache.window == (mask_layers.CHUNK if name == "chunks" else None)
+    assert cache.window == (mask_layers.CHUNK if name.endswith("chunks") else None)
     assert cache.prefix == (mask_layers.PREFIX if name == "prefix" else 0)
 
 
