@@ -11,7 +11,7 @@ from axlearn_core.errors import RequestError
 from axlearn_core.kernels import selection
 from axlearn_plugins_transformer.cache_spec import CacheEntry
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
-from axlearn_plugins_transformer.kernels.masks import separate_queries
+from axlearn_plugins_transformer.kernels.mask_arrays import separate_queries
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 
 ATTENTION = "decoder.layer.attention"

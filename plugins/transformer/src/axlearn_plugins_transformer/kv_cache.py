@@ -90,10 +90,10 @@ def cached_mask(mask: Callable[[Context], Mask]) -> Mask:
     Args:
         mask: The layer's function from a context to a mask.
     """
-    found: list[Mask] = []
+    results: list[Mask] = []
     slots = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    jax.eval_shape(lambda x: found.append(mask(Context(positions=x, slots=x))), slots)
-    return found[0]
+    jax.eval_shape(lambda x: results.append(mask(Context(positions=x, slots=x))), slots)
+    return results[0]
 
 
 def declare_prefix(spec: Any, mask: Mask) -> Any:

@@ -17,7 +17,8 @@ from axlearn_core.errors import RequestError
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.cache_spec import CacheEntry
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
-from axlearn_plugins_transformer.kernels.masks import UNKNOWN_PREFIX, Mask, separate_queries
+from axlearn_plugins_transformer.kernels.mask_arrays import separate_queries
+from axlearn_plugins_transformer.kernels.masks import UNKNOWN_PREFIX, Mask
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
 from axlearn_plugins_transformer.recurrence import StateRows
 

@@ -19,6 +19,7 @@ from axlearn_plugins_plan.flops import ScopedSelection, works
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.invariant import InvariantAttentionOp, InvariantPagedAttentionOp
+from axlearn_plugins_transformer.kernels.mask_arrays import select_tokens, separate_queries
 from axlearn_plugins_transformer.kernels.masks import (
     Causal,
     Chunks,
@@ -26,8 +27,6 @@ from axlearn_plugins_transformer.kernels.masks import (
     Segments,
     SelectedKeys,
     SlidingWindow,
-    select_tokens,
-    separate_queries,
 )
 from axlearn_plugins_transformer.kernels.paged_attention import Split
 from support.paged_calls import INSTRUCTIONS, call

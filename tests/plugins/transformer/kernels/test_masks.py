@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_core.errors import RequestError
 from axlearn_core.nn.layer import Context
 from axlearn_plugins_transformer.kernels import masks
 from axlearn_plugins_transformer.kernels.masks import (
@@ -14,7 +13,6 @@ from axlearn_plugins_transformer.kernels.masks import (
     Chunks,
     FixedPrefix,
     Full,
-    Mask,
     Or,
     Prefix,
     Segments,
@@ -118,13 +116,13 @@ def test_limits_of_masks_hold_for_every_pair(name):
     pairs = brute(rule)
     for row in pairs:
         for query, keys in enumerate(row):
-            seen = np.flatnonzero(keys)
-            later = seen[seen > query]
+            places = np.flatnonzero(keys)
+            later = places[places > query]
             assert not later.size or later[-1] < mask.lookahead()
-            assert not seen.size or mask.reach() is None or query - seen[0] < mask.reach()
+            assert not places.size or mask.reach() is None or query - places[0] < mask.reach()
             first = mask.first_slot(query)
-            assert not seen.size or first is None or seen[0] >= first
-            assert mask.most_keys() is None or seen.size <= mask.most_keys()
+            assert not places.size or first is None or places[0] >= first
+            assert mask.most_keys() is None or places.size <= mask.most_keys()
 
 
 def test_limits_of_masks_are_tight():
@@ -164,29 +162,3 @@ def test_masks_of_a_context():
     assert masks.chunked(Context(), 2) == Chunks(2)
     assert masks.with_prefix(Context(), 3).describe() == "(causal | fixedprefix(3))"
     assert not jax.tree.leaves(masks.with_prefix(Context(positions=POSITIONS), 3))
-
-
-def test_arrays_are_separated_by_query():
-    """Rows of one query each, as in a serving step."""
-    mask = ((Causal() & SelectedKeys(SELECTED)) | Prefix(PREFIX)) & Segments(IDS, IDS)
-    separate = masks.separate_queries(mask, 2, LENGTH)
-    slots = jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32), 2)[:, None]
-    actual = separate.materialize((0, 1), (0, LENGTH), slots)
-    expected = mask.materialize((0, LENGTH), (0, LENGTH))
-    np.testing.assert_array_equal(actual.reshape(expected.shape), expected)
-    some = jnp.asarray([7, 2, 9], jnp.int32)[None]
-    part = masks.select_keys(mask, some).materialize((0, LENGTH), (0, 3), None, some)
-    np.testing.assert_array_equal(part, expected[:, :, some[0]])
-
-
-@masks._mask
-class Stripes(Mask):
-    """A mask of another package, which does not say what its array belongs to."""
-
-    width: jax.Array
-
-
-def test_an_array_of_unknown_role_is_refused():
-    mask = Causal() & Stripes(jnp.ones((2,), jnp.int32))
-    with pytest.raises(RequestError, match=r"unknown which arrays of the mask 'stripes'.*\n.*\n.*fix: define `roles`"):
-        masks.separate_queries(mask, 2, 3)

@@ -26,14 +26,8 @@ from jax import lax
 
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
-from axlearn_plugins_transformer.kernels.masks import (
-    Mask,
-    is_causal_window,
-    map_arrays,
-    select_tokens,
-    visible_slots,
-    window_size,
-)
+from axlearn_plugins_transformer.kernels.mask_arrays import map_arrays, select_tokens, visible_slots
+from axlearn_plugins_transformer.kernels.masks import Mask, is_causal_window, window_size
 from axlearn_plugins_transformer.kernels.paged_attention import LOW, PagedAttentionOp, initial_softmax, on_each_device
 
 ROWS = 32

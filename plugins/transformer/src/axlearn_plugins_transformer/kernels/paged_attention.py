@@ -18,6 +18,7 @@ from jax import lax
 from axlearn_core.kernels.op import Op, Shape
 from axlearn_plugins_transformer.kernels import masks
 from axlearn_plugins_transformer.kernels.bias import Bias
+from axlearn_plugins_transformer.kernels.mask_arrays import visible_slots
 from axlearn_plugins_transformer.kernels.masks import Mask
 from axlearn_plugins_transformer.kernels.per_device import count_shards, per_device
 
@@ -219,7 +220,7 @@ class PagedAttentionOp(Op[jax.Array]):
                 bias = self.bias.materialize((0, 1), (0, key.shape[1]), position[None, None], slots[None])
                 scores = scores + bias.reshape(scores.shape)
             mask = jax.tree.map(lambda x: x[None], mask)
-            visible = masks.visible_slots(mask, position[None], slots, length)[0]
+            visible = visible_slots(mask, position[None], slots, length)[0]
             weights = self._softmax(jnp.where(visible, scores, -1e30)).astype(value.dtype)
             value = jnp.where(visible[:, None], value, 0)  # unwritten slots may contain NaN
             return jnp.einsum("gnk,gkh->gnh", weights, value).reshape(heads, -1).astype(query.dtype)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from axlearn_core.contracts.kernels import KernelContext
-from axlearn_plugins_transformer.kernels.masks import Mask, select_tokens, visible_slots
+from axlearn_plugins_transformer.kernels.mask_arrays import select_tokens, visible_slots
+from axlearn_plugins_transformer.kernels.masks import Mask
 from axlearn_plugins_transformer.kernels.paged_attention import LOW, PagedAttentionOp, initial_softmax, on_each_device
 
 FEW_KEYS, MANY_KEYS, CHUNK_KEYS = 512, 1024, 128
@@ -74,11 +75,11 @@ def _mask_scores(
 
     Args:
         op: The op.
-        mask: Mask for the queries; see `masks.visible_slots`.
+        mask: Mask for the queries; see `visible_slots`.
         scores: [B, G, n, C, K].
         positions: Positions of the queries, int32 [B, C].
         slots: Slots of the keys, int32 [B, K].
-        lengths: Number of written slots; see `masks.visible_slots`.
+        lengths: Number of written slots; see `visible_slots`.
     """
     scores = scores.astype(jnp.float32)
     if op.softcap is not None:
