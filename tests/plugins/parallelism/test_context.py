@@ -141,6 +141,7 @@ def largest_loop_result(kernel, case, length=256):
     return max(sizes(jaxpr)) / query.size
 
 
+@pytest.mark.slow_cases("packed chunks", "fixed prefix")
 @pytest.mark.parametrize("case", CASES)
 def test_masks_are_not_kept_for_all_pairs_of_tiles(case):
     """Masks follow from positions, so JAX could compute all of them ahead of the layers. The layers' inputs are the largest."""

@@ -16,6 +16,7 @@ PREFIX = jnp.asarray([3, 0], jnp.int32)
 SELECTED = jnp.asarray(RNG.integers(-3, LENGTH, (2, LENGTH, 4)), jnp.int32)
 
 
+@pytest.mark.slow
 def test_arrays_are_separated_by_query():
     """Rows of one query each, as in a serving step."""
     mask = ((Causal() & SelectedKeys(SELECTED)) | Prefix(PREFIX)) & Segments(IDS, IDS)

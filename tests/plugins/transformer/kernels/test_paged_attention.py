@@ -52,7 +52,7 @@ def calls(mask):
     return dense, PagedAttentionOp(*operands, mask=separate, scale=0.3, split=Split(1, 3)), new
 
 
-@pytest.mark.slow_cases("window", "documents", "prefix")
+@pytest.mark.slow_cases("window", "chunks", "documents", "prefix")
 @pytest.mark.parametrize("name", MASKS)
 def test_pages_give_the_results_of_a_row(name):
     dense, paged, new = calls(MASKS[name])
