@@ -57,6 +57,7 @@ TESTED_BY = {
     "axlearn_plugins_serving.server.service": "plugins/serving/server/test_server_api.py",
     "axlearn_plugins_tools.reporting.page": "plugins/tools/reporting/test_reporting_report.py",
     "axlearn_plugins_tools.reporting.run_metrics": "plugins/tools/reporting/test_prometheus.py",
+    "axlearn_plugins_tpu.kernels.splash": "plugins/tpu/test_kernels.py",
     "axlearn_plugins_transformer.functions": "plugins/transformer/test_generate.py",
     "axlearn_plugins_transformer.kernels.invariant": "plugins/cpu/kernels/test_invariant.py",
     "axlearn_plugins_transformer.text.chat_template": "plugins/transformer/text/test_chat_input.py",

@@ -11,12 +11,21 @@ SHARED = ("ring", "context-all-gather", "context-all-to-all")
 
 VALUES = "test_values_and_gradients_match_reference"
 SLOW_CASES = {
-    "attention": ("alibi-*", "causal-*", "window-*"),
+    "attention": ("alibi-*", "causal-*", "chunks-*", "selected-*", "window-*"),
     "gated_linear_unit": ("gelu*", "silu-80-*"),
     "grouped_matmul": ("0-0-200-*", "1-2-3-*", "*-bfloat16"),
-    "invariant_attention": ("causal-*",),
+    "invariant_attention": ("causal-*", "chunks-*"),
     "linear_attention": ("delta-bfloat16", "delta-elements-*", "delta-float32", "reload-*", "sum-float32"),
-    "paged_attention": ("prefill-*", "split-bfloat16-*", "split-bias-*", "split-finite-*", "split-w*"),
+    "paged_attention": (
+        "prefill-*",
+        "split-bfloat16-*",
+        "split-bias-*",
+        "split-chunks-*",
+        "split-finite-*",
+        "split-prefix-*",
+        "split-selected-*",
+        "split-w*",
+    ),
 }
 """Cases of each op that other cases cover in part, and that take seconds to compile."""
 

@@ -49,7 +49,10 @@ globals().update(installed_parts.make_suites(ProfilerSuite, _profilers, **_runs)
 globals().update(installed_parts.make_suites(WatchdogSuite, installed_parts.implementations(parts.Watchdog), **_runs))
 _long = {
     "pytestmark": pytest.mark.slow_cases(
-        "test_chunks_are_the_whole[prefill]", "test_chunks_are_the_whole[tokens]", "test_what_it_*[softcap]"
+        "test_chunks_are_the_whole[prefill]",
+        "test_chunks_are_the_whole[tokens]",
+        "test_what_it_*[chunks]",
+        "test_what_it_*[softcap]",
     )
 }
 globals().update(installed_parts.make_suites(KVCacheSuite, installed_parts.implementations(KVCache), **_long))

@@ -75,8 +75,11 @@ def paged_cases(rng):
     options = {"new": new, "lengths": [int(n) for n in lengths], "slots": 32, "dtype": "bfloat16", "finite": True}
     options |= {"heads": 32, "split": Split(singles, chunk), "tokens": chunk}  # tokens for an unused request
     for size, groups, window, softcap in ((128, 8, None, None), (128, 32, 300, None), (256, 8, None, 20.0)):
-        name = f"serving-{groups}x{size}-{window}"
-        yield conformance.paged(name, **options, groups=groups, size=size, window=window, softcap=softcap)
+        name, mask = (
+            f"serving-{groups}x{size}-{window}",
+            Causal() if window is None else Causal() & SlidingWindow(window),
+        )
+        yield conformance.paged(name, **options, groups=groups, size=size, mask=mask, softcap=softcap)
     # A block with fewer keys than a tensor core instruction needs.
     short = {"new": [1, 1], "lengths": [7, 3], "slots": 8, "size": 64, "dtype": "bfloat16", "finite": True, "tokens": 1}
     yield conformance.paged("short", **short, split=Split(3, 1))

@@ -16,7 +16,16 @@ from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp, Options
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, GatedLinearUnitOp
 from axlearn_plugins_transformer.kernels.invariant import InvariantAttentionOp, InvariantPagedAttentionOp
-from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
+from axlearn_plugins_transformer.kernels.masks import (
+    Causal,
+    Chunks,
+    FixedPrefix,
+    Full,
+    Prefix,
+    Segments,
+    SelectedKeys,
+    SlidingWindow,
+)
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
 from axlearn_plugins_transformer.kernels.rms_norm import RMSNormOp
 from axlearn_plugins_transformer.recurrence import Reload
@@ -34,6 +43,7 @@ def _attend(kernel, query, key, value, mask, sinks=None, op=AttentionOp, **optio
     return op(query, key, value, mask=mask, sinks=sinks, scale=0.3, **options).run(kernel)
 
 
+WINDOW = Causal() & SlidingWindow(6)
 SINKS = jnp.asarray([3.0, -1.0, 0.5, 2.0], jnp.float32)
 
 
@@ -48,6 +58,10 @@ def _attention(name, mask, *, q=256, k=256, heads=4, groups=2, size=8, dtype="fl
     )
 
 
+def _selected(queries, rows=1, keys=None, count=20):
+    return jnp.asarray(RNG.integers(-2, keys or queries, (rows, queries, count)), jnp.int32)
+
+
 def _attentions():
     ids = jnp.asarray(np.sort(RNG.integers(1, 5, (2, 256)), axis=1), jnp.int32)
     prefix = jnp.asarray([3, 140], jnp.int32)
@@ -59,6 +73,8 @@ def _attentions():
     yield _attention("window", window, softcap=2.0)
     yield _attention("packed", window & Segments(ids, ids))
     yield _attention("prefix", Causal() | Prefix(prefix))
+    yield _attention("chunks", Causal() & Chunks(100))
+    yield _attention("selected", (Causal() & SelectedKeys(_selected(256, 2))) | FixedPrefix(30))
     yield _attention("alibi", Causal(), bias=LinearBias((0.5, 0.25, 0.125, 0.0625)))
     yield _attention("full", Full(), q=128, k=256)
     slots = {"query_slots": jnp.asarray([[200]]), "key_slots": jnp.arange(256)[None]}
@@ -74,6 +90,7 @@ def _invariant_attentions():
         ("window", Causal() & SlidingWindow(100), {"size": 32, "softcap": 2.0}),
         ("alibi", Causal(), {"size": 16, "bias": LinearBias((0.5, 0.25, 0.125, 0.0625))}),
         ("sinks", Causal(), {"size": 16, "sinks": SINKS}),
+        ("chunks", Causal() & Chunks(100) & SelectedKeys(_selected(256, 2)), {"size": 16}),
     ):
         yield _attention(name, mask, op=InvariantAttentionOp, **more)
 
@@ -198,19 +215,27 @@ def paged(name, *, new, lengths, heads=4, groups=2, size=8, slots=8, dtype="floa
 def _pages():
     yield paged("decoding", new=[1, 1, 1], lengths=[5, 17, 8])
     yield paged("prefill", new=[9, 70], lengths=[9, 70], tokens=3)
-    yield paged("mixed", new=[1, 12, 1], lengths=[40, 20, 1], window=6)
+    yield paged("mixed", new=[1, 12, 1], lengths=[40, 20, 1], mask=WINDOW)
     yield paged("capped", new=[4], lengths=[30], softcap=2.0, groups=1, dtype="bfloat16")
     split = {"new": [1, 1, 4, 4], "lengths": [40, 5, 30, 4], "tokens": 4, "split": Split(2, 4)}
     yield paged("split", **split)
-    yield paged("split-window", **split, window=6, softcap=2.0, heads_first=True)
+    yield paged("split-window", **split, mask=WINDOW, softcap=2.0, heads_first=True)
     yield paged("split-bias", **split, bias=LinearBias((0.5, 0.25, 0.125, 0.0625)), heads_first=True)
     yield paged("split-bfloat16", **split, dtype="bfloat16")
-    yield paged("split-wide", **split, window=20, softcap=2.0, size=32, heads_first=True)
+    yield paged("split-wide", **split, mask=Causal() & SlidingWindow(20), softcap=2.0, size=32, heads_first=True)
     yield paged("split-wide", **split, size=32, heads=6, dtype="bfloat16", heads_first=True)
-    yield paged("sinks", new=[1, 12, 1], lengths=[40, 20, 1], window=6, sinks=SINKS)
+    yield paged("sinks", new=[1, 12, 1], lengths=[40, 20, 1], mask=WINDOW, sinks=SINKS)
     yield paged("split-sinks", **split, sinks=SINKS, size=16, heads_first=True)
+    ids = jnp.asarray(RNG.integers(0, 2, (14, 40)), jnp.int32)
+    selected = SelectedKeys(jnp.swapaxes(_selected(14, 1, 40), 0, 1))
+    for name, mask in (
+        ("chunks", Causal() & Chunks(7)),
+        ("prefix", Causal() | FixedPrefix(28) | Prefix(jnp.arange(14, dtype=jnp.int32))),
+        ("selected", (Causal() & selected) & Segments(jnp.ones((14, 1), jnp.int32), ids)),
+    ):
+        yield paged(f"split-{name}", **split, mask=mask, heads_first=name == "prefix", size=16)
     yield paged("split-finite", **split, size=32, finite=True)
-    yield paged("split-finite-window", **split, size=16, window=6, softcap=2.0, dtype="bfloat16", finite=True)
+    yield paged("split-finite-window", **split, size=16, mask=WINDOW, softcap=2.0, dtype="bfloat16", finite=True)
     yield paged("split-singles", new=[1, 1, 1], lengths=[70, 1, 8], tokens=1, split=Split(4, 1), value_size=6, groups=1)
 
 
@@ -219,9 +244,10 @@ def _invariant_pages():
     split = {"new": [16, 16], "lengths": [128, 100], "tokens": 16, "split": Split(0, 16), "heads_first": True}
     for name, more in (
         ("split", {"size": 16}),
-        ("split-window", {"size": 32, "window": 6, "softcap": 2.0}),
+        ("split-window", {"size": 32, "mask": WINDOW, "softcap": 2.0}),
         ("split-bias", {"size": 16, "bias": LinearBias((0.5, 0.25, 0.125, 0.0625))}),
         ("split-sinks", {"size": 16, "sinks": SINKS}),
+        ("split-masks", {"size": 16, "mask": (Causal() & Chunks(50)) | Prefix(jnp.full((48,), 90, jnp.int32))}),
     ):
         yield paged(name, op=InvariantPagedAttentionOp, **split, **more)
 

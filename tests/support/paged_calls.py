@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
+from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
 from axlearn_plugins_transformer.paged_cache import quantize_vectors
 
@@ -18,7 +19,9 @@ REQUESTS = {
 """Numbers of requests with one token, of chunks and of tokens per chunk; then the length of each request, with its new tokens."""
 
 
-def call(requests, *, heads=6, groups=2, size=32, slots=16, dtype="float32", store=None, seed=0, **options):
+def call(
+    requests, *, heads=6, groups=2, size=32, slots=16, dtype="float32", store=None, seed=0, window=None, **options
+):
     """Make a call with scattered pages, NaN in unwritten slots, and invalid numbers in unused table entries."""
     singles, chunks, chunk, lengths = REQUESTS[requests] if isinstance(requests, str) else requests
     rng, rows = np.random.default_rng(seed), singles + chunks
@@ -34,5 +37,7 @@ def call(requests, *, heads=6, groups=2, size=32, slots=16, dtype="float32", sto
     query = jnp.asarray(rng.standard_normal((singles + chunks * chunk, heads, size)), dtype)
     starts = [*range(singles), *(singles + chunk * i for i in range(chunks + 1))]
     table, lengths, starts, count = (jnp.asarray(x, jnp.int32) for x in (table, lengths, starts, [rows]))
+    mask = Causal() if window is None else Causal() & SlidingWindow(window)
+    options = {"mask": mask, **options}
     options |= {"scale": 0.2, "heads_first": True, "split": Split(singles, chunk), "scales": scales}
     return PagedAttentionOp(query, pages, table, lengths, starts, count, **options)

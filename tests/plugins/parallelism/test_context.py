@@ -18,15 +18,31 @@ from axlearn_plugins_parallelism.blockwise import Scores
 from axlearn_plugins_parallelism.zigzag import Parts
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
-from axlearn_plugins_transformer.kernels.masks import Causal, Full, Mask, Prefix, Segments, SlidingWindow
+from axlearn_plugins_transformer.kernels.masks import (
+    Causal,
+    Chunks,
+    FixedPrefix,
+    Full,
+    Mask,
+    Prefix,
+    Segments,
+    SelectedKeys,
+    SlidingWindow,
+)
 
 RNG = np.random.default_rng(0)
 IDS = jnp.asarray(np.sort(RNG.integers(1, 4, (2, 24)), axis=1), jnp.int32)
+OWN = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32)[None, :, None], (2, 24, 1))
+CHOSEN = jnp.concatenate([jnp.asarray(RNG.integers(0, 24, (2, 24, 5)), jnp.int32), OWN], axis=-1)
+STARTS = jnp.stack([jnp.arange(24, dtype=jnp.int32) // size * size for size in (3, 5)])
 CASES = {
     "causal": (Causal(), {}),
     "window": (Causal() & SlidingWindow(5), {"softcap": 2.0}),
     "packed": (Causal() & SlidingWindow(9) & Segments(IDS, IDS), {}),
     "prefix": (Causal() | Prefix(jnp.asarray([3, 20], jnp.int32)), {}),
+    "chunks": (Causal() & Chunks(7) & SelectedKeys(CHOSEN), {}),
+    "packed chunks": (Causal() & Chunks(5, STARTS, STARTS), {}),
+    "fixed prefix": (Causal() | FixedPrefix(9) | Prefix(jnp.asarray([2], jnp.int32)), {}),
     "alibi": (Causal(), {"bias": LinearBias((0.5, 0.25, 0.125, 0.0625))}),
     "full": (Full(), {}),
 }
@@ -100,9 +116,7 @@ def test_queries_in_several_tiles(monkeypatch):
 def largest_loop_result(kernel, case, length=256):
     """Return the size of the largest array that a loop of the training step of two layers produces, over that of the queries."""
     mask, options = CASES[case]
-    if case == "packed":
-        ids = jnp.ones((2, length), jnp.int32)
-        mask = Segments(ids, ids)
+    mask = jax.tree.map(lambda x: x[:, jnp.arange(length) % 24] if x.ndim > 1 else x, mask)
     query, key, value = operands(2, length)
     config = Mesh(shape={"seq": 4})
     layout = Layout(make_mesh(config, jax.devices()[:4]), config)
@@ -127,6 +141,7 @@ def largest_loop_result(kernel, case, length=256):
     return max(sizes(jaxpr)) / query.size
 
 
+@pytest.mark.slow_cases("packed chunks", "fixed prefix")
 @pytest.mark.parametrize("case", CASES)
 def test_masks_are_not_kept_for_all_pairs_of_tiles(case):
     """Masks follow from positions, so JAX could compute all of them ahead of the layers. The layers' inputs are the largest."""
@@ -158,7 +173,7 @@ def test_a_mask_with_arrays_that_nobody_knows_is_refused():
 
     x = jax.ShapeDtypeStruct((1, 8, 2, 4), "float32")
     op = AttentionOp(x, x, x, mask=Causal() & Odd(), scale=1.0)
-    with pytest.raises(RequestError, match="do not support the mask 'odd'"):
+    with pytest.raises(RequestError, match="unknown which arrays of the mask 'odd' belong to queries"):
         Scores(op)
 
 

@@ -90,7 +90,9 @@ def simulated(monkeypatch):
 class TestRaggedPaged(KernelSuite):
     op, name = PagedAttentionOp, "ragged-paged"
     cases = (
-        op_cases.paged("mixed", new=[1, 12, 1], lengths=[40, 20, 1], size=128, window=6, tokens=3),
+        op_cases.paged(
+            "mixed", new=[1, 12, 1], lengths=[40, 20, 1], size=128, mask=Causal() & SlidingWindow(6), tokens=3
+        ),
         op_cases.paged("capped", new=[9], lengths=[30], size=128, softcap=2.0, groups=1, dtype="bfloat16"),
         op_cases.paged("narrow", new=[1], lengths=[9]),
     )
@@ -145,10 +147,11 @@ def test_devices_read_the_pages_of_their_own_heads(simulated, monkeypatch):
     np.testing.assert_allclose(sharded(*case.operands), case.run("xla", *case.operands), rtol=2e-5, atol=2e-5)
 
 
-QUICK = ("window", "prefix", "decoding", "odd", "alibi")
+QUICK = ("window", "prefix", "chunks", "decoding", "odd", "alibi")
 
 
 @pytest.mark.slow_cases(
+    "test_values_and_gradients_match_reference[chunks-256x256-4of2-float32]",
     "test_values_and_gradients_match_reference[prefix-256x256-4of2-float32]",
     "test_values_and_gradients_match_reference[window-256x256-4of2-float32]",
 )
@@ -289,7 +292,7 @@ def test_paged_attention_compiles_for_every_generation(generation):
 
     def run(*operands):
         with logical_rules(mesh, DEFAULT_RULES):
-            return PagedAttentionOp(*operands, scale=0.1, window=512, softcap=30.0).run()
+            return PagedAttentionOp(*operands, scale=0.1, mask=Causal() & SlidingWindow(512), softcap=30.0).run()
 
     for groups, slots, dtype in ((2, 16, "bfloat16"), (1, 64, "bfloat16"), (8, 16, "float32")):
         groups *= len(devices)

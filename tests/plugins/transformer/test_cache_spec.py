@@ -2,7 +2,15 @@ import jax.numpy as jnp
 import pytest
 
 from axlearn_core.errors import RequestError
-from axlearn_plugins_transformer.cache_spec import CacheEntry, empty_cache, has_states, read_window, spec_of
+from axlearn_plugins_transformer.cache_spec import (
+    CacheEntry,
+    check_prefix,
+    empty_cache,
+    has_states,
+    read_prefix,
+    read_window,
+    spec_of,
+)
 
 
 def entry(per, **options):
@@ -22,6 +30,15 @@ def test_a_window_is_known_only_if_every_cache_of_tokens_has_one():
     assert read_window((entry("page", window=8), entry("page", window=12), entry("request"))) == 12
     assert read_window((entry("page", window=8), entry("page"))) is None
     assert read_window((entry("request"),)) is None
+
+
+def test_a_prompt_contains_the_longest_prefix():
+    spec = (entry("page", prefix=4), entry("page", prefix=9), entry("request"))
+    assert read_prefix(spec) == 9
+    assert read_prefix((entry("request"),)) == read_prefix(()) == 0
+    check_prefix(9, read_prefix(spec))
+    with pytest.raises(RequestError, match=r"the prompt has 8 tokens, but the first 9 tokens.*\n.*at least 9\n.*fix:"):
+        check_prefix(8, read_prefix(spec))
 
 
 def test_a_layer_without_a_cache_is_named():

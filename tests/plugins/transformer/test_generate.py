@@ -131,7 +131,7 @@ def test_end_tokens_of_the_model_join_those_of_the_call(eos_id, ends, monkeypatc
     monkeypatch.setattr(Generator, "__init__", lambda self: None)
     monkeypatch.setattr(Generator, "_tokens", lambda self, prompt, count, temperature, seed, ends, *_: ends)
     generator = Generator()
-    generator.vocab_size, generator.end_tokens = 10, frozenset({5})
+    generator.vocab_size, generator.end_tokens, generator.prefix = 10, frozenset({5}), 0
     assert generator([1], max_tokens=1, eos_id=eos_id) == ends
 
 

@@ -11,6 +11,7 @@ from axlearn_core.errors import RequestError
 from axlearn_core.kernels import selection
 from axlearn_plugins_transformer.cache_spec import CacheEntry
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
+from axlearn_plugins_transformer.kernels.mask_arrays import separate_queries
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 
 ATTENTION = "decoder.layer.attention"
@@ -40,8 +41,9 @@ class Pages(Configurable):
         cache = cache.at[jnp.take_along_axis(table, slots // SIZE, axis=1), slots % SIZE].set(pairs)
         starts = jnp.arange(batch + 1, dtype=jnp.int32) * new
         query, lengths, count = op.query.reshape(-1, heads, size), slots[:, -1] + 1, jnp.asarray([batch], jnp.int32)
+        mask = separate_queries(op.mask, batch, new)
         paged = PagedAttentionOp(
-            query, cache, table, lengths, starts, count, scale=op.scale, softcap=op.softcap, window=None
+            query, cache, table, lengths, starts, count, scale=op.scale, softcap=op.softcap, mask=mask
         )
         return paged.run(kernel).reshape(op.query.shape), cache
 

@@ -112,6 +112,7 @@ NAMES: Mapping[str, str] = {
     "axlearn_plugins_transformer.causal_lm.TwoPartDecoder": "axlearn_plugins_transformer.causal_lm.SplitDecoder",
     "axlearn_plugins_transformer.layer_roles.TwoHalvesRole": "axlearn_plugins_transformer.layer_roles.SplitLayerRole",
     "axlearn_plugins_transformer.layer_roles.TwoPartRole": "axlearn_plugins_transformer.layer_roles.SplitDecoderRole",
+    "axlearn_plugins_transformer.paged_cache.window_size": "axlearn_plugins_transformer.paged_cache.paged_mask",
     "axlearn_plugins_transformer.stacked": "axlearn_plugins_transformer.stack_layers",
     "axlearn_plugins_transformer.text.chat_template.Rendered": "axlearn_plugins_transformer.text.chat_template.RenderedChat",
     "axlearn_plugins_transformer.text.writing": "axlearn_plugins_transformer.text.text_stream",

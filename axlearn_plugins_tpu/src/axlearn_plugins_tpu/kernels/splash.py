@@ -19,7 +19,7 @@ from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_plugins_tpu.kernels.blocks import LANES, SPLASH, SplashBlocks, largest_divisor, shrink_blocks
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
-from axlearn_plugins_transformer.kernels.masks import Causal, Mask, Or, Prefix, Segments, SlidingWindow
+from axlearn_plugins_transformer.kernels.masks import Causal, Chunks, Mask, Or, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.per_device import per_device, split_over
 
 RESIDUALS = "attention_residuals"
@@ -28,7 +28,7 @@ RESIDUALS = "attention_residuals"
 QUERY_AXES = ("batch", None, "activation_heads", None)
 KEY_AXES = ("batch", None, "activation_kv", None)
 
-_PARTS = re.compile(r"full|causal|segments|slidingwindow\(\d+\)|\(causal \| prefix\)")
+_PARTS = re.compile(r"full|causal|segments|slidingwindow\(\d+\)|chunks\(\d+\)|\(causal \| prefix\)")
 
 
 @attrs.frozen
@@ -38,12 +38,14 @@ class Structure:
     Attributes:
         causal: Whether later keys are hidden.
         window: Number of most recent keys that a query sees, or None for no limit.
+        chunk: Size of the chunks of a causal mask, or None.
         segments: Document ids.
         prefix: int32 [B], number of leading keys that every query sees.
     """
 
     causal: bool
     window: int | None
+    chunk: int | None
     segments: Segments | None
     prefix: jax.Array | None
 
@@ -56,13 +58,22 @@ class Structure:
         either = [p for p in parts if isinstance(p, Or)]
         prefix = [m.length for p in either for m in p.masks if isinstance(m, Prefix)]
         causal = bool(either) or any(isinstance(p, Causal) for p in parts)
-        return cls(causal, min(windows, default=None), segments[0] if segments else None, prefix[0] if prefix else None)
+        chunks = [p.size for p in parts if isinstance(p, Chunks)]
+        return cls(
+            causal=causal,
+            window=min(windows, default=None),
+            chunk=chunks[0] if chunks else None,
+            segments=segments[0] if segments else None,
+            prefix=prefix[0] if prefix else None,
+        )
 
     def static(self, length: int) -> splash_masks.Mask:
         """Return the part of the mask that is known while tracing."""
         shape = (length, length)
         if self.prefix is not None:
             return _CausalFrom(length)
+        if self.chunk is not None:
+            return splash_masks.ChunkedCausalMask(shape, self.chunk)
         if self.window is not None:
             return splash_masks.LocalMask(shape, (self.window - 1, 0 if self.causal else None), 0)
         return splash_masks.CausalMask(shape) if self.causal else splash_masks.FullMask(shape)
@@ -102,7 +113,7 @@ class _Splash:
     """Splash attention kernel: blockwise forward and backward passes, without S x S arrays in memory."""
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
-        """Support self-attention with causal, sliding-window, prefix and segment masks."""
+        """Support self-attention with causal, sliding-window, chunk, prefix and segment masks."""
         (_, length, heads, _), groups, mask = op.query.shape, op.key.shape[2], op.mask.describe()
         dtypes = set(op.dtypes.values())
         if not op.aligned:
@@ -111,8 +122,11 @@ class _Splash:
             return f"it does not support a bias on the scores ({op.bias.describe()})"
         if unknown := [p for p in mask.split(" & ") if not _PARTS.fullmatch(p)]:
             return f"it does not support this mask ({' & '.join(unknown)})"
-        if "prefix" in mask and "slidingwindow" in mask:
+        parts = [p.split("(")[0] or "prefix" for p in mask.split(" & ")]
+        if "prefix" in parts and set(parts) - {"prefix", "segments"}:
             return f"it supports a prefix only with a plain causal mask ({mask})"
+        if "chunks" in parts and ("slidingwindow" in parts or "causal" not in parts or parts.count("chunks") > 1):
+            return f"it supports chunks only with a plain causal mask ({mask})"
         if length % LANES:
             return f"the sequence length {length} is not a multiple of {LANES}"
         if heads % groups:
@@ -134,13 +148,15 @@ class _Splash:
             repeats = query.shape[2] // key.shape[2]
             key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
         ids = (None, None) if structure.segments is None else (structure.segments.queries, structure.segments.keys)
+        ids = tuple(None if x is None else jnp.broadcast_to(x, (query.shape[0], x.shape[1])) for x in ids)
+        prefix = None if structure.prefix is None else jnp.broadcast_to(structure.prefix, query.shape[:1])
         run = functools.partial(
             _local, structure=attrs.evolve(structure, segments=None), softcap=op.softcap, blocks=blocks
         )
         axes = [QUERY_AXES, KEY_AXES, KEY_AXES, *(None if x is None else ("batch", None) for x in ids)]
         axes.append(None if structure.prefix is None else ("batch",))
         spread = per_device(run, axes, QUERY_AXES)
-        return spread(query * op.scale, key, value, *ids, structure.prefix)
+        return spread(query * op.scale, key, value, *ids, prefix)
 
 
 def _local(

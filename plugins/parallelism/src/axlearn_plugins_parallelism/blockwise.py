@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from axlearn_core.errors import RequestError
 from axlearn_plugins_transformer.kernels import masks
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 
@@ -25,7 +24,7 @@ class QueryTiles(NamedTuple):
     Attributes:
         query: Queries, [tiles, b, t, G, R, H].
         start: Slot of the first query of each tile, int32 [tiles].
-        arrays: Mask arrays for each query, int32 [tiles, b, t].
+        arrays: Mask arrays for each query, int32 [tiles, b, t, ...].
     """
 
     query: jax.Array
@@ -86,12 +85,14 @@ class Scores:
             heads: (mesh axes that the query heads are sharded over, number of local heads). None if all heads are local.
         """
         self.parts, self.tree = jax.tree.flatten(op.mask)
-        self.roles = jax.tree.leaves(_roles(op.mask))
+        self.roles = jax.tree.leaves(op.mask.roles())
+        self.rows = op.query.shape[0]
         self.mask, self.scale, self.softcap, self.bias, self.heads = op.mask, op.scale, op.softcap, op.bias, heads
 
     def select_role(self, role: str) -> tuple[jax.Array, ...]:
         """Return the mask arrays for `queries`, `keys` or `rows`."""
-        return tuple(a for a, r in zip(self.parts, self.roles, strict=True) if r == role)
+        selected = [a for a, r in zip(self.parts, self.roles, strict=True) if r == role]
+        return tuple(jnp.broadcast_to(a, (self.rows, *a.shape[1:])) for a in selected)
 
     def may_see(self, query: jax.Array, queries: int, key: jax.Array, keys: int) -> jax.Array:
         """Return whether any query in a range of slots may see any key in a range of slots, as a bool scalar."""
@@ -118,23 +119,6 @@ class Scores:
         return mask.materialize((0, sizes[0]), (0, sizes[1]), query[0], key[0])[:, None, None]
 
 
-def _roles(mask: masks.Mask) -> Any:
-    """Return the mask with each array replaced by its role: `queries`, `keys` or `rows`."""
-    kind: Any = type(mask)
-    if isinstance(mask, masks.Segments):
-        return kind("queries", "keys")
-    if isinstance(mask, masks.Prefix):
-        return kind("rows")
-    if isinstance(mask, (masks.And, masks.Or)):
-        return kind(tuple(map(_roles, _parts(mask))))
-    if jax.tree.leaves(mask):
-        raise RequestError(
-            f"sharded sequences do not support the mask {mask.describe()!r}: it is unknown which of its arrays belong to "
-            "queries, and which to keys\n    fix: use causal, window, prefix and segment masks"
-        )
-    return mask
-
-
 def _parts(mask: Any) -> tuple[masks.Mask, ...]:
     return mask.masks
 
@@ -144,6 +128,12 @@ def _may_see(mask: Any, queries: Any, keys: Any) -> jax.Array:
         return keys[0] <= queries[1]
     if isinstance(mask, masks.SlidingWindow):
         return keys[1] > queries[0] - mask.size  # type: ignore[attr-defined]
+    if isinstance(mask, masks.Chunks):
+        if mask.queries is not None or mask.keys is not None:
+            return (keys[1] > queries[0] - mask.size) & (keys[0] < queries[1] + mask.size)
+        return (keys[1] // mask.size >= queries[0] // mask.size) & (keys[0] // mask.size <= queries[1] // mask.size)
+    if isinstance(mask, masks.FixedPrefix) and mask.keys is None:
+        return keys[0] < mask.size
     if isinstance(mask, (masks.And, masks.Or)):
         parts = jnp.stack([_may_see(m, queries, keys) for m in _parts(mask)])
         return jnp.any(parts) if isinstance(mask, masks.Or) else jnp.all(parts)

@@ -8,21 +8,31 @@ import numpy as np
 
 from axlearn_core.errors import RequestError, nearest
 from axlearn_plugins_serving.contracts import Request, Sampling
+from axlearn_plugins_transformer.cache_spec import check_prefix
 
 MAX_LOGPROBS = 20
 """Maximum number of most likely tokens to report per position."""
 
 
 def check_request(
-    request: Request, *, vocab_size: int, max_context: int, max_logit_bias: int, adapters: Collection[str] = ()
+    request: Request,
+    *,
+    vocab_size: int,
+    max_context: int,
+    max_logit_bias: int,
+    adapters: Collection[str] = (),
+    prefix: int = 0,
 ) -> None:
     """Check that the engine can handle a request.
+
+    `prefix` is the number of leading tokens that attend in both directions.
 
     Raises:
         RequestError: If it cannot handle the request.
     """
     sampling = request.sampling
     _check_prompt(request.prompt, vocab_size)
+    check_prefix(len(request.prompt), prefix)
     _check_context(len(request.prompt), sampling.max_tokens, max_context)
     if request.adapter is not None and request.adapter not in adapters:
         close = nearest(request.adapter, adapters, limit=1)

@@ -16,12 +16,13 @@ Key = bytes
 """The first 128 bits of SHA-256."""
 
 
-def root_key(adapter: str | None, version: int) -> Key:
+def root_key(adapter: str | None, version: int, prefix: Sequence[int] = ()) -> Key:
     """Return the parent key of a request's first block.
 
-    It differs between adapters and between versions of the weights.
+    It differs between adapters, between versions of the weights, and between prefixes that attend in both directions, because
+    all blocks depend on the whole prefix.
     """
-    return _digest(repr((adapter, version)).encode())
+    return _digest(repr((adapter, version)).encode() + np.asarray(prefix, np.int32).tobytes())
 
 
 def block_keys(root: Key, tokens: Sequence[int], block_size: int, *, prefix: Sequence[Key] = ()) -> list[Key]:

@@ -1,6 +1,7 @@
 """An engine's cache: its blocks, slots and cached prompt prefixes."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from axlearn_plugins_serving.blocks import BlockPool, Key, block_keys, root_key, tail_key
@@ -30,6 +31,7 @@ class Cache:
         slots: Maximum number of running requests.
         prefixes: Whether requests with a common prefix share the prefix's blocks.
         window: Number of keys that a token attends to in any layer, including itself; None if there is no limit.
+        prefix: Number of leading tokens that attend in both directions. Requests share blocks only if these tokens are equal.
         snapshots: Saved recurrent states, for a model that has them. A request can then share a prefix only if the state after it
             was saved.
     """
@@ -41,9 +43,11 @@ class Cache:
         *,
         prefixes: bool = True,
         window: int | None = None,
+        prefix: int = 0,
         snapshots: Snapshots | None = None,
     ):
         self.pool, self.prefixes, self.window, self.snapshots = pool, prefixes, window, snapshots
+        self.prefix = prefix
         self.version = 0
         self._slots = list(range(slots - 1, -1, -1))
         self._announced: Counter[Key] = Counter()  # keys of blocks that requests are computing
@@ -256,14 +260,18 @@ class Cache:
         else:
             del self._announced[key]
 
+    def root_key(self, adapter: str | None, tokens: Sequence[int]) -> Key:
+        """Return the parent key of the first block of a request with these tokens."""
+        return root_key(adapter, self.version, tokens[: self.prefix])
+
     def _compute_keys(self, state: RequestState) -> None:
         if state.key_version != self.version:
             state.keys, state.key_version = [], self.version
-        root = root_key(state.request.adapter, self.version)
+        root = self.root_key(state.request.adapter, state.tokens)
         state.keys = block_keys(root, state.tokens, self.pool.block_size, prefix=state.keys)
 
     def _prompt_tail_key(self, state: RequestState, length: int) -> Key:
         size = self.pool.block_size
         full = length // size
-        parent = state.keys[full - 1] if full else root_key(state.request.adapter, self.version)
+        parent = state.keys[full - 1] if full else self.root_key(state.request.adapter, state.tokens)
         return tail_key(parent, state.tokens[full * size : length])

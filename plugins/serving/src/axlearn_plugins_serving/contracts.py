@@ -338,6 +338,19 @@ class HasWindow(Protocol):
 
 
 @runtime_checkable
+class HasPrefix(Protocol):
+    """A runner whose model attends in both directions in a prefix.
+
+    The engine computes the whole prefix of a prompt in one chunk.
+
+    Attributes:
+        prefix: Number of tokens in the prefix, at most `chunk`; 0 if there is none.
+    """
+
+    prefix: int
+
+
+@runtime_checkable
 class KeepsStates(Protocol):
     """A runner that keeps recurrent states in a pool of `max_rows` + `num_snapshots` rows.
 
@@ -418,7 +431,7 @@ class Runner(Protocol):
         decode_steps: Maximum value of `steps` in `submit`.
         adapters: Names of the LoRA adapters that requests can use.
 
-    A runner may also implement `HasWindow`, `KeepsStates`, `HasProgram` or `HoldsResources`.
+    A runner may also implement `HasWindow`, `HasPrefix`, `KeepsStates`, `HasProgram` or `HoldsResources`.
     """
 
     vocab_size: int

@@ -19,6 +19,7 @@ from axlearn_plugins_serving.admission import check_request
 from axlearn_plugins_serving.blocks import BlockPool
 from axlearn_plugins_serving.cache import Cache
 from axlearn_plugins_serving.contracts import (
+    HasPrefix,
     HasWindow,
     HoldsResources,
     KeepsStates,
@@ -88,11 +89,13 @@ class ServingEngine(Configurable):
         self.vocab_size = runner.vocab_size
         self.adapters: tuple[str, ...] = tuple(runner.adapters)
         self.max_context = _context_length(cfg, runner)
+        self.prefix = runner.prefix if isinstance(runner, HasPrefix) else 0
         self.cache = Cache(
             BlockPool(runner.num_blocks, runner.block_size),
             runner.max_rows,
             prefixes=cfg.prefix_cache,
             window=runner.window if isinstance(runner, HasWindow) else None,
+            prefix=self.prefix,
             snapshots=_snapshots(cfg, runner),
         )
         self.limits = Limits(
@@ -100,6 +103,7 @@ class ServingEngine(Configurable):
             step_tokens=runner.max_batch_tokens,
             prompt_tokens=runner.max_prompt_tokens,
             chunk=runner.chunk,
+            prefix=self.prefix,
             positions=min(runner.max_blocks_per_request, runner.num_blocks) * runner.block_size,
         )
         self.scheduler: Scheduler = cfg.scheduler.build(cache=self.cache, limits=self.limits)
@@ -119,6 +123,7 @@ class ServingEngine(Configurable):
             max_context=self.max_context,
             max_logit_bias=self.runner.max_logit_bias,
             adapters=self.adapters,
+            prefix=self.prefix,
         )
         if request.id in self._states:
             raise RequestError(f"request {request.id!r} is not finished yet\n    fix: use a unique id for each request")

@@ -31,7 +31,7 @@ from axlearn_plugins_serving.serving_linear import WeightLayout, describe_kept_l
 from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_serving.token_sampling import MAX_BIAS, table_row
 from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
-from axlearn_plugins_transformer.cache_spec import has_states, read_window
+from axlearn_plugins_transformer.cache_spec import has_states, read_prefix, read_window
 from axlearn_plugins_transformer.kv_cache import KVCache
 from axlearn_plugins_transformer.layer_roles import RecurrentRole
 
@@ -169,6 +169,7 @@ class ModelRunner(Configurable):
             check_parity(model, self.adapters, cfg.cache_dtype, program, cfg.kernel)
         self.program = RunnerProgram.for_program(program, cfg, model)
         self.buckets, self.window = self.program.buckets, read_window(self.program.cache_spec)
+        self.prefix = read_prefix(self.program.cache_spec)
         self.num_snapshots = cfg.total_snapshots if has_states(self.program.cache_spec) else None
         for note in self.program.notes():
             log_message(f"note: {note}")
@@ -343,6 +344,12 @@ class RunnerProgram(ModelProgram):
             served = read_adapters(cfg.adapters).apply(served)
         super().__init__(Functional.from_config(served), devices, mesh, target, self._declare)
         self.buckets = cfg.buckets(states=has_states(self.cache_spec))
+        if (prefix := read_prefix(self.cache_spec)) > cfg.chunk:
+            raise RequestError(
+                f"a chunk cannot contain the prefix, whose tokens attend to each other in both directions\n"
+                f"    got: runner.chunk={cfg.chunk}, and a prefix of {prefix} tokens\n    expected: at least {prefix}\n"
+                f"    fix: set serving.runner.chunk={prefix}"
+            )
 
     @classmethod
     def for_program(

@@ -27,6 +27,7 @@ class Limits:
         prompt_tokens: Maximum number of prompt tokens, in whole chunks.
         chunk: Number of prompt tokens that are computed together; a partial chunk costs as much as a full one.
         positions: Maximum number of cached positions of one request.
+        prefix: Number of leading tokens of a prompt that one step must contain.
     """
 
     rows: int
@@ -34,6 +35,7 @@ class Limits:
     prompt_tokens: int
     chunk: int = 1
     positions: int
+    prefix: int = 0
 
 
 @attrs.frozen
@@ -148,6 +150,16 @@ class PriorityScheduler(Configurable):
             )
         self.cache, self.limits = cache, limits
         self.budget = min(cfg.step_tokens or limits.step_tokens, limits.step_tokens)
+        if self.budget < limits.prefix:
+            raise ConfigError(
+                Problem(
+                    path="scheduler.step_tokens",
+                    message="a step cannot contain the prefix, whose tokens attend to each other in both directions",
+                    got=str(cfg.step_tokens),
+                    expected=f"at least {limits.prefix}",
+                    fix="raise it",
+                )
+            )
         self.joint_prompt_tokens = cfg.joint_prompt_tokens
         self.preempts = cfg.preempt_for_priority
         self._running: list[RequestState] = []  # in order of priority; the last is preempted first
@@ -217,7 +229,7 @@ class PriorityScheduler(Configurable):
         if plan.preemptions:
             return
         total = self._prompt_budget(plan)
-        while budget > 0:
+        while budget >= max(1, self.limits.prefix):
             state = self.queue.first()
             if state is None or state.inflight:  # the results in flight may end this request
                 return

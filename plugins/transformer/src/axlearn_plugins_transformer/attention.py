@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
+import attrs
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,7 +16,14 @@ from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.kernels import attention, masks
 from axlearn_plugins_transformer.kernels.bias import Bias
-from axlearn_plugins_transformer.kv_cache import ContiguousCache, KVCache, build_cache
+from axlearn_plugins_transformer.kv_cache import (
+    ContiguousCache,
+    KVCache,
+    build_cache,
+    cached_mask,
+    declare_prefix,
+    hide_unwritten,
+)
 from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, WindowRole
 from axlearn_plugins_transformer.norm import Norm
 
@@ -167,12 +175,18 @@ class Attention(Layer):
             self.position = self.child(cfg.position, rngs=rngs, head_dim=self.head_dim, num_heads=cfg.num_heads)
 
     def cache_spec(self) -> Any:
-        """Return the entries of the cache; see `KeepsCache`."""
-        layout, window = build_cache(self.cfg.kv_cache), window_of(self.cfg.window)
-        return layout.spec(self.kv_heads, self.head_dim, self.precision.compute, window)
+        """Return the entries of the cache; see `KeepsCache`. The mask determines how long they live."""
+        layout, mask = build_cache(self.cfg.kv_cache), cached_mask(self.mask)
+        spec = layout.spec(self.kv_heads, self.head_dim, self.precision.compute, mask.reach())
+        return declare_prefix(spec, mask)
 
     def mask(self, context: Context) -> masks.Mask:
-        """Return the attention mask."""
+        """Return the attention mask. A subclass may return any mask, for example from `masks.with_prefix`.
+
+        Args:
+            context: Facts about the rows. With a cache, it has slots and positions, and no segments. In a serving step, every
+                token is a row.
+        """
         return masks.visible(context, window_of(self.cfg.window), causal=self.cfg.causal)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
@@ -215,6 +229,7 @@ class Attention(Layer):
         cfg = self.cfg
         if cache is None:
             return op.compute_context(cfg.kernel), None
+        op = attrs.evolve(op, mask=hide_unwritten(op.mask, context, self.cache_spec()))
         context_vectors, cache = build_cache(cfg.kv_cache).attend(cache, op, cached_slots(context), cfg.kernel)
         return op.tag_context(context_vectors), cache
 

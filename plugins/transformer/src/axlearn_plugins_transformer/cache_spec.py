@@ -26,7 +26,9 @@ class CacheEntry:
         axes: Logical axis names of `shape`; empty if devices keep copies.
         page_size: Tokens per page, if `per` is `page`.
         window: Number of tokens, including the current one, that the layer reads. Older items may be discarded. None if it reads
-            all of them.
+            all of them. With attention in chunks, it is the size of a chunk.
+        prefix: Number of leading tokens that attend in both directions. One call must contain all of them, and they depend on
+            each other.
     """
 
     per: Literal["token", "page", "request"]
@@ -35,6 +37,7 @@ class CacheEntry:
     axes: tuple[str | None, ...] = ()
     page_size: int = 1
     window: int | None = None
+    prefix: int = 0
 
     def leading(self, rows: int, length: int) -> tuple[int, ...]:
         """Return the leading dimensions of the array for `rows` rows of at most `length` tokens."""
@@ -86,6 +89,24 @@ def read_window(spec: Any) -> int | None:
     windows = [entry.window for entry in jax.tree.leaves(spec) if entry.per != "request"]
     sizes = [window for window in windows if window is not None]
     return max(sizes) if windows and len(sizes) == len(windows) else None
+
+
+def read_prefix(spec: Any) -> int:
+    """Return the number of leading tokens that one call must contain; 0 if there is no such limit."""
+    return max((entry.prefix for entry in jax.tree.leaves(spec)), default=0)
+
+
+def check_prefix(length: int, prefix: int) -> None:
+    """Check that a prompt of `length` tokens contains the prefix that attends in both directions.
+
+    Raises:
+        RequestError: If it does not, so that later tokens would change the keys of earlier ones.
+    """
+    if length < prefix:
+        raise RequestError(
+            f"the prompt has {length} tokens, but the first {prefix} tokens attend to each other in both directions\n"
+            f"    expected: at least {prefix}\n    fix: use a longer prompt"
+        )
 
 
 def has_states(spec: Any) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from axlearn_core.compose import Program
 from axlearn_core.compose.model_program import ModelProgram, with_program
 from axlearn_core.errors import RequestError
+from axlearn_plugins_transformer.cache_spec import check_prefix, read_prefix
 from axlearn_plugins_transformer.functions import Draw, GenerationBucket, GenerationFunctions
 
 SMALLEST_PROMPT = 16
@@ -48,6 +49,7 @@ class Generator:
         self.program, weights = with_program(model, program)
         self.arrays = self.program.compile("unstack")(weights)
         self.functions = GenerationFunctions(self.program.functional.describe())
+        self.prefix = read_prefix(self.functions.bind(self.functions.specs).cache_spec())
 
     def __call__(
         self,
@@ -75,8 +77,8 @@ class Generator:
             extras: Other inputs of the model by name, [1, ...] each. The model's `embed` and its layers get them with the prompt.
 
         Raises:
-            RequestError: The prompt is empty, a token is not in the vocabulary, a number is out of range, or an extra does not have
-                one row.
+            RequestError: The prompt is empty, or shorter than the model's prefix. A token is not in the vocabulary, a number is
+                out of range, or an extra does not have one row.
         """
         vocab = self.vocab_size
         unknown = [t for t in prompt_ids if not 0 <= t < vocab]
@@ -84,6 +86,7 @@ class Generator:
             raise RequestError("cannot generate: the prompt is empty")
         if unknown:
             raise RequestError(f"cannot generate: the model has no token {unknown[0]}; its ids are 0 to {vocab - 1}")
+        check_prefix(len(prompt_ids), self.prefix)
         if temperature < 0 or max_tokens < 0 or (top_k is not None and not 1 <= top_k <= vocab):
             raise RequestError(
                 "cannot generate: expected temperature >= 0, max_tokens >= 0 and 1 <= top_k <= vocabulary, "

@@ -3,6 +3,8 @@
 Caches are pytrees that are passed in and returned.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import attrs
@@ -12,8 +14,10 @@ from jax import lax
 
 from axlearn_core.config import Configurable, Node, node
 from axlearn_core.errors import RequestError
-from axlearn_plugins_transformer.cache_spec import CacheEntry
+from axlearn_core.nn.layer import Context
+from axlearn_plugins_transformer.cache_spec import CacheEntry, read_prefix, read_window
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
+from axlearn_plugins_transformer.kernels.masks import UNKNOWN_PREFIX, Mask, Prefix
 
 
 class CacheContents(NamedTuple):
@@ -44,7 +48,7 @@ class KVCache(Protocol):
     def attend(self, cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None) -> tuple[jax.Array, Any]:
         """Write the new keys and values, and attend to the contents of the cache.
 
-        Slots after the new tokens may contain arbitrary values; the causal mask hides them.
+        Slots after the new tokens may contain arbitrary values; the mask hides them.
 
         Args:
             cache: Arrays of `spec`, from an earlier call or all zero.
@@ -78,6 +82,59 @@ def build_cache(cfg: Node[Any]) -> Any:
             f"    fix: see the protocols `KVCache` and `LatentCache`; `ContiguousCache` in {__name__} is an example"
         )
     return layout
+
+
+def cached_mask(mask: Callable[[Context], Mask]) -> Mask:
+    """Return the mask of a layer for calls with a cache, with abstract arrays.
+
+    Args:
+        mask: The layer's function from a context to a mask.
+    """
+    results: list[Mask] = []
+    slots = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    jax.eval_shape(lambda x: results.append(mask(Context(positions=x, slots=x))), slots)
+    return results[0]
+
+
+def declare_prefix(spec: Any, mask: Mask) -> Any:
+    """Return the entries of a spec, with the size of the mask's prefix."""
+    size = mask.lookahead()
+    if not 0 < size < UNKNOWN_PREFIX:
+        return spec
+    return jax.tree.map(lambda entry: attrs.evolve(entry, prefix=int(size)), spec)
+
+
+def hide_unwritten(mask: Mask, context: Context, spec: Any) -> Mask:
+    """Return the mask of new tokens, without keys that are not written yet.
+
+    Causal masks do not change. Layouts for serving hide these keys themselves.
+
+    Args:
+        mask: Mask of the layer.
+        context: Context with slots.
+        spec: Entries of the layer's cache.
+
+    Raises:
+        RequestError: If the mask shows keys that a later call writes, or keys that the spec allows to discard.
+    """
+    window, reach, size = read_window(spec), mask.reach(), mask.lookahead()
+    if window is not None and (reach is None or reach > window):
+        raise RequestError(
+            f"attention reads keys that its cache may have discarded\n    got: the mask {mask.describe()}\n"
+            f"    expected: at most the last {window} keys, the `window` of `cache_spec`\n"
+            "    fix: override `mask` instead of `scores`, or override `cache_spec` too"
+        )
+    if size == math.inf or (size < UNKNOWN_PREFIX and size > read_prefix(spec)):
+        raise RequestError(
+            f"attention reads keys that a later call writes to its cache\n    got: the mask {mask.describe()}\n"
+            "    expected: a mask that hides later keys, except for those of a prefix that `cache_spec` declares\n"
+            "    fix: combine the mask with Causal, or override `mask` instead of `scores`"
+        )
+    if not size or not isinstance(context.slots, jax.Array):
+        return mask
+    slots = context.slots
+    written = slots[:, -1] if context.real is None else slots[:, 0] - 1 + jnp.sum(context.real, axis=1, dtype=jnp.int32)
+    return mask & Prefix(written + 1)
 
 
 class ContiguousCache(Configurable):

@@ -6,6 +6,7 @@ Legend: P pages of S slots, R requests of at most M pages, T new tokens, N query
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -16,7 +17,8 @@ from axlearn_core.errors import RequestError
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.cache_spec import CacheEntry
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
-from axlearn_plugins_transformer.kernels.masks import Causal, Mask, SlidingWindow
+from axlearn_plugins_transformer.kernels.mask_arrays import separate_queries
+from axlearn_plugins_transformer.kernels.masks import UNKNOWN_PREFIX, Mask
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
 from axlearn_plugins_transformer.recurrence import StateRows
 
@@ -67,22 +69,27 @@ class PagedSlots:
         )
 
 
-def window_size(mask: Mask, layout: str) -> int | None:
-    """Return the window size of a causal mask, or None if it does not limit the distance.
+def paged_mask(mask: Mask, slots: Any, shape: tuple[int, ...], layout: str) -> Mask:
+    """Return the mask of `PagedAttentionOp` for the new tokens of a call.
+
+    Args:
+        mask: Mask for B rows of S queries.
+        slots: `PagedSlots`, or the slots of the rows, int32 [B or 1, S].
+        shape: Shape of the queries, [B, S, ...].
+        layout: Name of the layout in errors.
 
     Raises:
-        RequestError: The mask is not causal, or has parts other than windows.
+        RequestError: Queries would see keys that a later call writes.
     """
-    causal = any(isinstance(part, Causal) for part in mask.parts)
-    other_masks = [part for part in mask.parts if not isinstance(part, Causal)]
-    if not causal or any(not isinstance(part, SlidingWindow) for part in other_masks):
+    unknown = UNKNOWN_PREFIX if isinstance(slots, PagedSlots) else math.inf
+    if mask.lookahead() >= unknown:
         raise RequestError(
             f"the cache layout {layout} cannot attend under this mask\n"
             f"    got: {mask.describe()}\n"
-            "    expected: causal attention, with or without a sliding window\n"
-            "    fix: serve a causal decoder without prefixes and segments"
+            "    expected: a mask that hides later keys, except for those of a prefix of fixed size\n"
+            "    fix: serve a causal decoder, and use FixedPrefix instead of Prefix"
         )
-    return min((part.size for part in other_masks), default=None)  # type: ignore[attr-defined]
+    return separate_queries(mask, *shape[:2])
 
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -169,7 +176,7 @@ class PagedCache(Configurable):
         self, cache: dict[str, jax.Array], op: AttentionOp, slots: Any, kernel: str | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Write the new tokens and attend; see `KVCache`. `slots` may be a `PagedSlots`."""
-        window = window_size(op.mask, "paged")
+        mask = paged_mask(op.mask, slots, op.query.shape, "paged")
         pages, shape, heads_first = cache["pages"], op.query.shape, self.cfg.heads_first
         if not isinstance(slots, PagedSlots):
             slots = PagedSlots.from_slots(slots, shape[0], pages.shape[0], self.cfg.page_size)
@@ -187,7 +194,7 @@ class PagedCache(Configurable):
             slots.starts(),
             jnp.full((1,), slots.table.shape[0], jnp.int32),
             scale=op.scale,
-            window=window,
+            mask=mask,
             softcap=op.softcap,
             bias=op.bias,
             sinks=op.sinks,

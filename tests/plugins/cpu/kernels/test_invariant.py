@@ -19,7 +19,15 @@ from axlearn_plugins_plan.flops import ScopedSelection, works
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.invariant import InvariantAttentionOp, InvariantPagedAttentionOp
-from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
+from axlearn_plugins_transformer.kernels.mask_arrays import select_tokens, separate_queries
+from axlearn_plugins_transformer.kernels.masks import (
+    Causal,
+    Chunks,
+    FixedPrefix,
+    Segments,
+    SelectedKeys,
+    SlidingWindow,
+)
 from axlearn_plugins_transformer.kernels.paged_attention import Split
 from support.paged_calls import INSTRUCTIONS, call
 
@@ -48,7 +56,7 @@ def in_pages(dense, row, split, lengths, slots=16, seed=0, heads_first=True):
     lengths, none = jnp.asarray(lengths, jnp.int32), jnp.zeros((len(lengths) + 1,), jnp.int32)
     options = {
         "scale": dense.scale,
-        "window": dense.window,
+        "mask": dense.mask,
         "softcap": dense.softcap,
         "heads_first": True,
         "split": split,
@@ -102,6 +110,31 @@ def test_pages_of_another_order_and_size_have_the_same_bits():
             got = jax.jit(paged.run)()
         assert [choice.name for choice in program.choices] == ["native"]
         assert_same_bits(got, expected[0, new])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chunks", "prefix", "selected", "documents"])
+def test_other_masks_have_the_same_bits_in_kernels_of_xla(name):
+    rng, own = np.random.default_rng(1), np.arange(LENGTH)[None, :, None]
+    chosen = jnp.asarray(np.concatenate([rng.integers(0, LENGTH, (1, LENGTH, 40)), own], axis=-1), jnp.int32)
+    ids = jnp.asarray(np.arange(LENGTH)[None] // 90, jnp.int32)
+    mask = {
+        "chunks": Causal() & Chunks(70),
+        "prefix": Causal() | FixedPrefix(60),
+        "selected": Causal() & SelectedKeys(chosen),
+        "documents": Causal() & Segments(ids, ids),
+    }[name]
+    dense = attrs.evolve(rows(batch=1), mask=mask)
+    program = selection.Selection(platform="cpu", gradients=False)
+    with selection.use(program):
+        expected = np.asarray(jax.jit(dense.run)())
+        for split, lengths in ((Split(2, 1), [64, 300]), (Split(1, 50), [200, 77, 300])):
+            paged, new = in_pages(attrs.evolve(dense, mask=Causal()), 0, split, lengths)
+            separate = select_tokens(separate_queries(mask, 1, LENGTH), jnp.asarray(new))
+            got = jax.jit(attrs.evolve(paged, mask=separate).run)()
+            assert_same_bits(got, expected[0, new])
+    assert {choice.name for choice in program.choices} == {"xla"}
+    assert "does not support mask" in program.choices[0].rejected["native"]
 
 
 def test_what_pages_hold_behind_a_request_changes_no_bit():

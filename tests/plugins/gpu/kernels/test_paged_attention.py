@@ -27,6 +27,7 @@ from axlearn_plugins_gpu.kernels.interpreter import interpret
 from axlearn_plugins_gpu.kernels.paged_attention import TRITON
 from axlearn_plugins_serving.local_engine import serve as server
 from axlearn_plugins_transformer.kernels.bias import LinearBias
+from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
 from axlearn_plugins_transformer.kernels.paged_split import XLA_SPLIT
 from support import op_cases, serving_models
@@ -134,7 +135,7 @@ def test_requests_that_nobody_has():
     ("options", "reason"),
     [
         ({}, None),
-        ({"window": 5, "softcap": 2.0}, None),
+        ({"mask": Causal() & SlidingWindow(5), "softcap": 2.0}, None),
         ({"split": Split(2, 300)}, "300 tokens, more than 128"),
         ({"split": None}, "not known at compile time"),
         ({"bias": LinearBias((0.5,) * 6)}, "not support a bias"),
@@ -253,11 +254,14 @@ def test_a_server_generates_the_same(monkeypatch):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-def serve(query, pages, table, lengths, starts, count, new, at, *scales, split, heads_first=False, **options):
+def serve(
+    query, pages, table, lengths, starts, count, new, at, *scales, split, window=None, heads_first=False, **options
+):
     """Write new keys and values into the pages, then attend to them, like a layer. Return both."""
     pages = pages.at[at].set(new, mode="drop")
     options |= {"scales": scales[0] if scales else None, "heads_first": heads_first, "scale": 0.1, "finite": True}
-    op = PagedAttentionOp(query, pages, table, lengths, starts, count, split=Split(*split), **options)
+    mask = Causal() if window is None else Causal() & SlidingWindow(window)
+    op = PagedAttentionOp(query, pages, table, lengths, starts, count, mask=mask, split=Split(*split), **options)
     return op.run(), pages
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from axlearn_core.errors import RequestError
-from axlearn_plugins_serving.blocks import block_keys, root_key
+from axlearn_plugins_serving.blocks import block_keys
 from axlearn_plugins_serving.engine import ServingEngine
 
 
@@ -104,7 +104,7 @@ def read_prefix(engine: ServingEngine, tokens: tuple[int, ...], adapter: str | N
 
 def _keys(engine: ServingEngine, tokens: tuple[int, ...], adapter: str | None) -> list[bytes]:
     size = engine.cache.pool.block_size
-    root = root_key(adapter, engine.cache.version)
+    root = engine.cache.root_key(adapter, tokens)
     return block_keys(root, tokens, size)[: (len(tokens) - 1) // size]  # the last token is always computed
 
 

@@ -19,8 +19,8 @@ from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.attention import PositionEncoding, bias_of, cached_slots, window_of
 from axlearn_plugins_transformer.attention_variants.latent_cache import ContiguousLatentCache, LatentCache, SeenLatents
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
-from axlearn_plugins_transformer.kernels.masks import visible
-from axlearn_plugins_transformer.kv_cache import build_cache
+from axlearn_plugins_transformer.kernels.masks import Mask, visible
+from axlearn_plugins_transformer.kv_cache import build_cache, cached_mask, declare_prefix, hide_unwritten
 from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, WindowRole
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 
@@ -123,9 +123,13 @@ class LatentAttention(Layer):
             self.position = self.child(cfg.position, rngs=rngs, head_dim=self.rope_dim, num_heads=heads)
 
     def cache_spec(self) -> Any:
-        """Return the entries of the cache, which holds R + P numbers per token."""
-        layout, window = build_cache(self.cfg.latent_cache), window_of(self.cfg.window)
-        return layout.spec(self.rank + self.rope_dim, self.precision.compute, window)
+        """Return the entries of the cache, which holds R + P numbers per token. The mask determines how long they live."""
+        layout, mask = build_cache(self.cfg.latent_cache), cached_mask(self.mask)
+        return declare_prefix(layout.spec(self.rank + self.rope_dim, self.precision.compute, mask.reach()), mask)
+
+    def mask(self, context: Context) -> Mask:
+        """Return the attention mask; see `Attention.mask`."""
+        return visible(context, window_of(self.cfg.window), causal=self.cfg.causal)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""
@@ -217,12 +221,14 @@ class LatentAttention(Layer):
         return y if value_bias is None else y + value_bias[None, None]
 
     def _op(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, slots: jax.Array | None) -> AttentionOp:
-        cfg = self.cfg
+        cfg, mask = self.cfg, self.mask(context)
+        if slots is not None:
+            mask = hide_unwritten(mask, context, self.cache_spec())
         return AttentionOp(
             q,
             k,
             v,
-            mask=visible(context, window_of(cfg.window), causal=cfg.causal),
+            mask=mask,
             scale=cfg.scale or (self.head_dim + self.rope_dim) ** -0.5,
             softcap=cfg.softcap,
             bias=None if cfg.position is None else bias_of(self.position),

@@ -10,7 +10,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_transformer.attention_variants.latent_cache import LatentAttentionOp, SeenLatents
 from axlearn_plugins_transformer.cache_spec import CacheEntry
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
-from axlearn_plugins_transformer.paged_cache import PagedSlots, window_size, write_slots
+from axlearn_plugins_transformer.paged_cache import PagedSlots, paged_mask, write_slots
 
 
 class PagedLatentCache(Configurable):
@@ -74,7 +74,7 @@ class PagedLatentCache(Configurable):
             slots.starts(),
             jnp.full((1,), slots.table.shape[0], jnp.int32),
             scale=op.scale,
-            window=window_size(op.mask, "paged-latent"),
+            mask=paged_mask(op.mask, slots, op.query.shape, "paged-latent"),
             softcap=op.softcap,
             bias=op.bias,
             sinks=op.sinks,

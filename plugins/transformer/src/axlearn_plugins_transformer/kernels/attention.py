@@ -18,7 +18,15 @@ from axlearn_core.kernels.selection import choose
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.kernels.bias import Bias
-from axlearn_plugins_transformer.kernels.masks import And, Mask, Range, SlidingWindow, visible_pairs
+from axlearn_plugins_transformer.kernels.masks import (
+    And,
+    Chunks,
+    Mask,
+    Range,
+    SlidingWindow,
+    visible_keys,
+    visible_pairs,
+)
 
 BLOCK = 128
 MAX_BLOCKS = 64
@@ -35,7 +43,7 @@ class AttentionOp(Op[Any]):
         query: [B, Q, N, H].
         key: [B, K, G, H].
         value: [B, K, G, V]. In most models, V is H.
-        mask: Mask that determines which keys each query attends to.
+        mask: Mask that determines which keys each query attends to. Results are unspecified for queries that see no key.
         scale: Factor applied to the queries.
         softcap: Bound on the scores, applied with a tanh: (-softcap, softcap). None does not cap them.
         bias: Bias added to the scores, or None.
@@ -113,7 +121,8 @@ class AttentionOp(Op[Any]):
 
     def visible(self) -> float:
         """Return the share of position pairs that the mask leaves visible."""
-        return visible_pairs(self.mask, self.query.shape[1], self.key.shape[1]) if self.aligned else 1.0
+        queries, keys = self.query.shape[1], self.key.shape[1]
+        return visible_pairs(self.mask, queries, keys) if self.aligned else visible_keys(self.mask, keys)
 
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
         """Count the FLOPs of a forward or backward launch from its arrays [B, T, H, D]."""
@@ -126,24 +135,31 @@ class AttentionOp(Op[Any]):
         return 1.0 * products * batch * length * heads * key[1] * (size + value[3])
 
     def resize(self, sizes: Mapping[int, int]) -> Self:
-        """Shrink sliding windows along with the number of keys, so that the windows still hide some keys."""
+        """Shrink windows and chunks along with the number of keys, so that they still hide some keys."""
         op, length = super().resize(sizes), self.key.shape[1]
         scale = op.key.shape[1] / length
 
         def shrink(part: Any) -> Mask:
-            return SlidingWindow(max(2, round(part.size * scale))) if isinstance(part, SlidingWindow) else part
+            kind = type(part)
+            return (
+                kind(max(2, round(part.size * scale)), *jax.tree.leaves(part))
+                if kind in (SlidingWindow, Chunks)
+                else part
+            )
 
         parts = tuple(map(shrink, op.mask.parts))
         return attrs.evolve(op, mask=And(parts)) if parts != tuple(op.mask.parts) else op
 
     def sample(self, rng: np.random.Generator) -> Self:
-        """Sample a mask with a few documents in each row, and prefixes of up to half a row."""
+        """Sample a mask with a few documents in each row, prefixes of up to half a row, and any selected keys."""
 
         def ids(x: Any) -> Any:
             if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.integer):
                 return x
             if len(x.shape) < 2:
                 return jnp.asarray(rng.integers(1, max(2, self.key.shape[1] // 2), x.shape), x.dtype)
+            if len(x.shape) > 2:
+                return jnp.asarray(rng.integers(0, self.key.shape[1], x.shape), x.dtype)
             starts = np.random.default_rng(0).random(x.shape) < 3 / x.shape[-1]  # the same for queries and keys
             return jnp.asarray(1 + np.cumsum(starts, axis=-1), x.dtype)
 

@@ -28,7 +28,7 @@ def axlearn_kernels() -> list[KernelImplementation]:
         op=f"{_PAGED}:PagedAttentionOp",
         load="axlearn_plugins_transformer.kernels.paged_split:XLA_SPLIT",
         priority=10,
-        extras=("sinks",),
+        extras=("sinks", "mask"),
     )
     # These are slower, so they run only if a config names them.
     invariant = [
@@ -38,7 +38,7 @@ def axlearn_kernels() -> list[KernelImplementation]:
             load=f"axlearn_plugins_transformer.kernels.invariant:{attribute}",
             priority=-1,
             compiler_options=_DOTS_ONLY,
-            extras=("sinks",),
+            extras=("sinks", "mask"),
         )
         for op, attribute in (
             (f"{_MODULE}:AttentionOp", "INVARIANT"),

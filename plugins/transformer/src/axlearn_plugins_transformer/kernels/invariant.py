@@ -26,7 +26,8 @@ from jax import lax
 
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
-from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
+from axlearn_plugins_transformer.kernels.mask_arrays import map_arrays, select_tokens, visible_slots
+from axlearn_plugins_transformer.kernels.masks import Mask, is_causal_window, window_size
 from axlearn_plugins_transformer.kernels.paged_attention import LOW, PagedAttentionOp, initial_softmax, on_each_device
 
 ROWS = 32
@@ -44,11 +45,14 @@ def tile_tokens(heads: int) -> int:
     return max(1, ROWS // heads)
 
 
-def _attend_tile(op: Any, query: jax.Array, positions: jax.Array, length: Any, blocks: Any, block: Block) -> jax.Array:
+def _attend_tile(
+    op: Any, mask: Mask, query: jax.Array, positions: jax.Array, length: Any, blocks: Any, block: Block
+) -> jax.Array:
     """Attend with the queries of a tile, [C, G, n, H] -> float32 [C, G, n, V].
 
     Args:
         op: The op.
+        mask: Mask for C rows of one query.
         query: [C, G, n, H].
         positions: Positions of the queries, int32 [C].
         length: Number of keys.
@@ -58,7 +62,6 @@ def _attend_tile(op: Any, query: jax.Array, positions: jax.Array, length: Any, b
     count, groups, heads, size = query.shape
     rows = jnp.transpose(query, (1, 2, 0, 3)).reshape(groups, heads * count, size)
     rows = jnp.pad(rows, ((0, 0), (0, max(0, ROWS - heads * count)), (0, 0)))
-    window = op.window
 
     def body(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, result = state
@@ -67,9 +70,7 @@ def _attend_tile(op: Any, query: jax.Array, positions: jax.Array, length: Any, b
         scores = jnp.einsum("gqh,gsh->gqs", rows, key).astype(jnp.float32)
         if op.softcap is not None:
             scores = op.softcap * jnp.tanh(scores / op.softcap)
-        visible = slots[None] <= positions[:, None]
-        if window is not None:
-            visible &= slots[None] > positions[:, None] - window
+        visible = visible_slots(mask, positions, slots, length)
         if op.bias is not None:
             bias = op.bias.materialize((0, count), (0, KEYS), positions[None], slots[None])
             bias = bias.reshape(groups, heads * count, KEYS)
@@ -134,7 +135,7 @@ def traits(op: AttentionOp | PagedAttentionOp) -> Traits:
 class InvariantAttentionOp(AttentionOp):
     """Batch-invariant `AttentionOp`.
 
-    Positions are aligned. The mask is causal, with or without a window.
+    Positions are aligned.
     """
 
     name = "invariant_attention"
@@ -142,7 +143,11 @@ class InvariantAttentionOp(AttentionOp):
     @property
     def window(self) -> int | None:
         """Number of most recent keys that a query sees, or None for all."""
-        return min((part.size for part in self.mask.parts if isinstance(part, SlidingWindow)), default=None)  # type: ignore[attr-defined]
+        return window_size(self.mask)
+
+    def extras(self) -> tuple[str, ...]:
+        """Return the extras of the op, and `mask` as in `PagedAttentionOp`, so that both ops use equal kernels."""
+        return super().extras() if is_causal_window(self.mask) else (*super().extras(), "mask")
 
     def reference(self) -> jax.Array:
         """Compute [B, Q, N, V] one tile at a time."""
@@ -172,13 +177,8 @@ class _Invariant:
     """The batch-invariant kernel of the `attention` op."""
 
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
-        """Support causal attention, with or without a window."""
-        if not op.aligned:
-            return "queries and keys are not the same positions"
-        other_masks = [p for p in op.mask.parts if not isinstance(p, (Causal, SlidingWindow))]
-        if other_masks or not any(isinstance(p, Causal) for p in op.mask.parts):
-            return f"the mask is {op.mask.describe()}; only causal masks, with or without a window, are supported"
-        return None
+        """Support self-attention."""
+        return None if op.aligned else "queries and keys are not the same positions"
 
     def __call__(self, op: AttentionOp) -> jax.Array:
         """Return the attention output, [B, Q, N, V]."""
@@ -192,22 +192,28 @@ def _attend_rows(op: InvariantAttentionOp) -> jax.Array:
     count = tile_tokens(heads // groups)
     query = (op.query * op.scale).reshape(batch, length, groups, heads // groups, size)
     positions = jnp.arange(-(-length // count) * count, dtype=jnp.int32).reshape(-1, count)
+    mask = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), op.mask)
 
-    def row(x: tuple[jax.Array, ...]) -> jax.Array:
-        query, key, value = x
+    def row(x: tuple[Any, ...]) -> jax.Array:
+        query, key, value, mask = x
         keys, values = (jnp.swapaxes(jnp.pad(y, ((0, -length % KEYS), (0, 0), (0, 0))), 0, 1) for y in (key, value))
 
         def block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
             return tuple(lax.dynamic_slice_in_dim(y, index * KEYS, KEYS, axis=1) for y in (keys, values))  # type: ignore[return-value]
 
-        def tile(x: tuple[jax.Array, jax.Array]) -> jax.Array:
-            # Loop over all blocks, although later ones are hidden, because only a loop of static length has a backward pass.
-            return _attend_tile(op, *x, length, -(-length // KEYS), block)
+        def split(role: str, x: jax.Array) -> jax.Array:
+            return _split_tiles(x, count) if role == "queries" else jnp.broadcast_to(x, (positions.shape[0], *x.shape))
 
-        result = lax.map(tile, (_split_tiles(query, count), positions))
+        def tile(x: tuple[jax.Array, jax.Array, Mask]) -> jax.Array:
+            query, positions, mask = x
+            mask = map_arrays(mask, lambda role, x: x[:, None] if role == "queries" else x[None])
+            # Loop over all blocks, although later ones are hidden, because only a loop of static length has a backward pass.
+            return _attend_tile(op, mask, query, positions, length, -(-length // KEYS), block)
+
+        result = lax.map(tile, (_split_tiles(query, count), positions, map_arrays(mask, split)))
         return result.reshape(-1, *result.shape[2:])[:length]
 
-    result = lax.map(row, (query, op.key, op.value))
+    result = lax.map(row, (query, op.key, op.value, mask))
     return result.reshape(batch, length, heads, -1).astype(op.value.dtype)
 
 
@@ -239,8 +245,8 @@ def _attend_pages(op: PagedAttentionOp) -> jax.Array:
     pages = KEYS // op.page_size
     table = jnp.pad(op.table, ((0, 0), (0, -op.table.shape[1] % pages)))
 
-    def tile(x: tuple[jax.Array, ...]) -> jax.Array:
-        query, positions, request = x
+    def tile(x: tuple[Any, ...]) -> jax.Array:
+        query, positions, request, mask = x
         row = table[request]
 
         def block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -249,13 +255,15 @@ def _attend_pages(op: PagedAttentionOp) -> jax.Array:
             return tuple(jnp.swapaxes(y, 0, 1).reshape(groups, KEYS, -1) for y in (key, value))  # type: ignore[return-value]
 
         length = op.lengths[request]
-        blocks = jnp.clip((jnp.minimum(positions[-1], length - 1) // KEYS) + 1, 0, table.shape[1] // pages)
-        return _attend_tile(op, query, positions, length, blocks, block)
+        last = length - 1 if op.mask.lookahead() else jnp.minimum(positions[-1], length - 1)
+        blocks = jnp.clip((last // KEYS) + 1, 0, table.shape[1] // pages)
+        return _attend_tile(op, mask, query, positions, length, blocks, block)
 
     parts = []
     if singles:
         requests = jnp.arange(singles, dtype=jnp.int32)
-        tiles = query[:singles, None], op.lengths[:singles, None] - 1, requests
+        mask = jax.tree.map(lambda x: x[:, None], _broadcast(op.mask, slice(0, singles), singles))
+        tiles = query[:singles, None], op.lengths[:singles, None] - 1, requests, mask
         parts.append(lax.map(tile, tiles, batch_size=min(singles, TILE_BATCH)))
     if op.table.shape[0] > singles:
         parts.append(_attend_chunks(op, query[singles:].reshape(-1, chunk, *query.shape[1:]), tile))
@@ -275,9 +283,17 @@ def _attend_chunks(op: PagedAttentionOp, query: jax.Array, tile: Callable[[Any],
     begin = op.lengths[singles:, None, None] - chunk
     positions = begin + jnp.arange(num_tiles * count, dtype=jnp.int32).reshape(1, num_tiles, count)
     requests = jnp.repeat(jnp.arange(singles, singles + num_chunks, dtype=jnp.int32), num_tiles)
-    parts = tiles.reshape(-1, *tiles.shape[2:]), positions.reshape(-1, count), requests
+    mask = _broadcast(op.mask, slice(singles, singles + num_chunks * chunk), num_chunks * chunk)
+    mask = jax.tree.map(lambda x: jax.vmap(lambda y: _split_tiles(y, count))(x.reshape(-1, chunk, *x.shape[1:])), mask)
+    mask = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), mask)
+    parts = tiles.reshape(-1, *tiles.shape[2:]), positions.reshape(-1, count), requests, mask
     result = lax.map(tile, parts, batch_size=min(requests.shape[0], TILE_BATCH))
     return result.reshape(num_chunks, num_tiles * count, *result.shape[2:])[:, :chunk]
+
+
+def _broadcast(mask: Mask, tokens: slice, count: int) -> Mask:
+    """Return the mask for `count` tokens, with separate arrays for each."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape[1:])), select_tokens(mask, tokens))
 
 
 INVARIANT, INVARIANT_PAGED = _Invariant(), _InvariantPaged()

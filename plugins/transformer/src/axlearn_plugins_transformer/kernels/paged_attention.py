@@ -16,7 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from axlearn_core.kernels.op import Op, Shape
+from axlearn_plugins_transformer.kernels import masks
 from axlearn_plugins_transformer.kernels.bias import Bias
+from axlearn_plugins_transformer.kernels.mask_arrays import visible_slots
+from axlearn_plugins_transformer.kernels.masks import Mask
 from axlearn_plugins_transformer.kernels.per_device import count_shards, per_device
 
 LOW = -1e30
@@ -41,9 +44,8 @@ class Split(NamedTuple):
 class PagedAttentionOp(Op[jax.Array]):
     """softmax(mask(cap(scale * query @ key) + bias)) @ value.
 
-    The mask is causal, and the softmax is in float32. The op is not differentiable. The result is [T, N, H] in the
-    dtype of the queries, or [T, N, value_size] with `value_size`. Rows of tokens that do not belong to a request are
-    unspecified.
+    The softmax is in float32. The op is not differentiable. The result is [T, N, H] in the dtype of the queries, or
+    [T, N, value_size] with `value_size`. Rows of tokens that do not belong to a request are unspecified.
 
     Attributes:
         query: New tokens of request 0, then of request 1, and so on, [T, N, H]. Tokens after the last request are unused.
@@ -54,7 +56,9 @@ class PagedAttentionOp(Op[jax.Array]):
         starts: Index of each request's first new token, int32 [R + 1]. The last entry is the end of the last request.
         count: Number of requests, int32 [1]. Later entries of the other arrays are unused.
         scale: Factor applied to the queries.
-        window: Number of most recent keys that a query attends to, or None for all.
+        mask: Mask over the slots of each request, as for T rows of one query each: the first dimension of its arrays is T, or 1 if
+            all tokens share them. Keys that are not written yet are hidden as well. Kernels see other masks than causal ones, with
+            or without windows, only if their declaration includes `mask` in `extras`.
         softcap: Bound on the scores, applied with a tanh: (-softcap, softcap). None does not cap them.
         bias: Bias added to the scores, indexed by position in the request, or None.
         value_size: Use the first `value_size` elements of the keys as values (latent attention). None stores values
@@ -77,7 +81,7 @@ class PagedAttentionOp(Op[jax.Array]):
     starts: jax.Array
     count: jax.Array
     scale: float = attrs.field(kw_only=True)
-    window: int | None = attrs.field(default=None, kw_only=True)
+    mask: Mask = attrs.field(factory=masks.Causal, kw_only=True)
     softcap: float | None = attrs.field(default=None, kw_only=True)
     bias: Bias | None = attrs.field(default=None, kw_only=True)
     value_size: int | None = attrs.field(default=None, kw_only=True)
@@ -87,6 +91,11 @@ class PagedAttentionOp(Op[jax.Array]):
     split: Split | None = attrs.field(default=None, kw_only=True)
     local: bool = attrs.field(default=False, kw_only=True)
     sinks: jax.Array | None = attrs.field(default=None, kw_only=True)
+
+    @property
+    def window(self) -> int | None:
+        """The number of most recent keys that a query attends to, or None if the mask has no window."""
+        return masks.window_size(self.mask)
 
     @property
     def groups(self) -> int:
@@ -139,12 +148,15 @@ class PagedAttentionOp(Op[jax.Array]):
         return {"query": self.query, "pages": self.pages, "table": self.table, **present}
 
     def extras(self) -> tuple[str, ...]:
-        """Return `sinks` if the call has them."""
-        return () if self.sinks is None else ("sinks",)
+        """Return `sinks` if the call has them, and `mask` if the mask is not only causal with or without windows."""
+        sinks = () if self.sinks is None else ("sinks",)
+        return sinks if masks.is_causal_window(self.mask) else (*sinks, "mask")
 
     def options(self) -> Mapping[str, Any]:
         """Return the options that are set, with the bias described by its structure."""
         options: dict[str, Any] = {"window": self.window, "softcap": self.softcap}
+        if not masks.is_causal_window(self.mask):
+            options["mask"] = self.mask.describe()
         if self.bias is not None:
             options["bias"] = self.bias.describe()
         if self.value_size is not None:
@@ -169,11 +181,15 @@ class PagedAttentionOp(Op[jax.Array]):
         """Return the FLOPs for one request with `new` tokens after `cached` ones, without those of hidden keys."""
         last = cached + new
         keys = last * (last + 1) / 2 - cached * (cached + 1) / 2
-        if self.window is not None:  # without the keys that are too old
-            old, first = max(0, last - self.window), max(0, cached - self.window)
+        if (most := self.mask.most_keys()) is not None:  # without the keys that the mask hides from later tokens
+            old, first = max(0, last - most), max(0, cached - most)
             keys -= old * (old + 1) / 2 - first * (first + 1) / 2
         _, heads, size = self.query.shape
         return 2.0 * heads * keys * (size + (self.value_size or size))
+
+    def visible(self) -> float:
+        """Return the share of the slots of a table row that the mask leaves visible."""
+        return masks.visible_keys(self.mask, self.table.shape[1] * self.page_size)
 
     def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
         """Count the FLOPs of a launch from its queries [T, N, H]."""
@@ -197,8 +213,11 @@ class PagedAttentionOp(Op[jax.Array]):
         owner = jnp.minimum(jnp.searchsorted(ends, jnp.arange(tokens), side="right"), requests - 1)
         position = self.lengths[owner] - (ends[owner] - jnp.arange(tokens))
 
-        def attend_token(token: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-            query, row, position = token
+        mask = jax.tree.map(lambda x: jnp.broadcast_to(x, (tokens, *x.shape[1:])), self.mask)
+
+        def attend_token(token: tuple[Any, ...]) -> jax.Array:
+            query, row, position, mask = token
+            length = self.lengths[row] if self.mask.lookahead() else None
             key, value = (
                 jnp.swapaxes(x, 0, 1).reshape(groups, -1, x.shape[-1]) for x in self.keys_and_values(table[row])
             )
@@ -210,14 +229,13 @@ class PagedAttentionOp(Op[jax.Array]):
             if self.bias is not None:
                 bias = self.bias.materialize((0, 1), (0, key.shape[1]), position[None, None], slots[None])
                 scores = scores + bias.reshape(scores.shape)
-            visible = slots <= position
-            if self.window is not None:
-                visible &= slots > position - self.window
+            mask = jax.tree.map(lambda x: x[None], mask)
+            visible = visible_slots(mask, position[None], slots, length)[0]
             weights = self._softmax(jnp.where(visible, scores, -1e30)).astype(value.dtype)
             value = jnp.where(visible[:, None], value, 0)  # unwritten slots may contain NaN
             return jnp.einsum("gnk,gkh->gnh", weights, value).reshape(heads, -1).astype(query.dtype)
 
-        return lax.map(attend_token, (query, owner, position), batch_size=TOKEN_BATCH)
+        return lax.map(attend_token, (query, owner, position, mask), batch_size=TOKEN_BATCH)
 
     def _softmax(self, scores: jax.Array) -> jax.Array:
         """Return the weights of the scores [G, n, K]."""
@@ -267,11 +285,12 @@ def on_each_device(op: PagedAttentionOp, attend: Callable[[PagedAttentionOp], ja
     heads, pages = _axes(op)
 
     def run(
-        query: jax.Array, pages: jax.Array, scales: Any, table: jax.Array, lengths: jax.Array, sinks: Any
+        query: jax.Array, pages: jax.Array, scales: Any, table: jax.Array, lengths: jax.Array, sinks: Any, *mask: Any
     ) -> jax.Array:
         arrays = {"query": query, "pages": pages, "scales": scales, "table": table, "lengths": lengths, "sinks": sinks}
-        return attend(attrs.evolve(op, **arrays, local=True))
+        return attend(attrs.evolve(op, **arrays, mask=structure.unflatten(mask), local=True))
 
     scales, sinks = None if op.scales is None else pages[:-1], None if op.sinks is None else heads[1:2]
-    operands = (heads, pages, scales, (None, None), (None,), sinks)
-    return per_device(run, operands, heads)(op.query, op.pages, op.scales, op.table, op.lengths, op.sinks)
+    mask, structure = jax.tree.flatten(op.mask)
+    operands = (heads, pages, scales, (None, None), (None,), sinks, *((None,) * x.ndim for x in mask))
+    return per_device(run, operands, heads)(op.query, op.pages, op.scales, op.table, op.lengths, op.sinks, *mask)

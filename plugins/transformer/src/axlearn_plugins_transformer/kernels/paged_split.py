@@ -8,11 +8,15 @@ time of a step grows with the total number of keys. Requests with a chunk of tok
 accumulated online (Milakov & Gimelshein, 2018), and only the keys of the current iteration are copied.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from axlearn_core.contracts.kernels import KernelContext
+from axlearn_plugins_transformer.kernels.mask_arrays import select_tokens, visible_slots
+from axlearn_plugins_transformer.kernels.masks import Mask
 from axlearn_plugins_transformer.kernels.paged_attention import LOW, PagedAttentionOp, initial_softmax, on_each_device
 
 FEW_KEYS, MANY_KEYS, CHUNK_KEYS = 512, 1024, 128
@@ -43,7 +47,10 @@ class _XLASplit:
         if op.table.shape[0] > singles:
             chunks = query[singles:].reshape(-1, chunk, *query.shape[1:])
             attend = lambda x: _attend_chunk(op, *x)  # noqa: E731
-            parts.append(lax.map(attend, (chunks, op.table[singles:], op.lengths[singles:])))
+            mask = select_tokens(op.mask, slice(singles, singles + chunks.shape[0] * chunk))
+            mask = jax.tree.map(lambda x: jnp.broadcast_to(x, (chunks.shape[0] * chunk, *x.shape[1:])), mask)
+            mask = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), mask)
+            parts.append(lax.map(attend, (chunks, op.table[singles:], op.lengths[singles:], mask)))
         results = [x.reshape(-1, heads, x.shape[-1]).astype(op.query.dtype) for x in parts]
         return results[0] if len(results) == 1 else jnp.concatenate(results)
 
@@ -54,20 +61,25 @@ def _page_range(op: PagedAttentionOp, lengths: jax.Array, queries: int) -> tuple
     Returns the index of the first page and the number of pages, int32 [R] each.
     """
     pages = jnp.clip(-(-lengths // op.page_size), 0, op.table.shape[1])
-    if op.window is None:
+    first = op.mask.first_slot(lengths - queries)
+    if first is None:
         return jnp.zeros_like(pages), pages
-    first = jnp.maximum(lengths - queries - op.window + 1, 0) // op.page_size
+    first = first // op.page_size
     return first, pages - first
 
 
-def _mask_scores(op: PagedAttentionOp, scores: jax.Array, positions: jax.Array, slots: jax.Array) -> jax.Array:
+def _mask_scores(
+    op: PagedAttentionOp, mask: Mask, scores: jax.Array, positions: jax.Array, slots: jax.Array, lengths: Any = None
+) -> jax.Array:
     """Apply cap, bias and mask to the scores [B, G, n, C, K].
 
     Args:
         op: The op.
+        mask: Mask for the queries; see `visible_slots`.
         scores: [B, G, n, C, K].
         positions: Positions of the queries, int32 [B, C].
         slots: Slots of the keys, int32 [B, K].
+        lengths: Number of written slots; see `visible_slots`.
     """
     scores = scores.astype(jnp.float32)
     if op.softcap is not None:
@@ -76,9 +88,7 @@ def _mask_scores(op: PagedAttentionOp, scores: jax.Array, positions: jax.Array, 
         counts = (0, positions.shape[1]), (0, slots.shape[1])
         bias = op.bias.materialize(*counts, positions, slots)
         scores = scores + bias.reshape(bias.shape[0], *scores.shape[1:])
-    visible = slots[:, None] <= positions[..., None]
-    if op.window is not None:
-        visible &= slots[:, None] > positions[..., None] - op.window
+    visible = visible_slots(mask, positions, slots, lengths)
     return jnp.where(visible[:, None, None], scores, LOW)
 
 
@@ -101,7 +111,8 @@ def _attend_singles(op: PagedAttentionOp, query: jax.Array) -> jax.Array:
         slots = page[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]
         scores = jnp.einsum("wgnh,wgsh->wgns", query[owner], key)[:, :, :, None]
         positions = jnp.where(real, lengths[owner] - 1, -1)[:, None]
-        scores = _mask_scores(op, scores, positions, slots)[:, :, :, 0]
+        mask = select_tokens(op.mask, owner)
+        scores = _mask_scores(op, mask, scores, positions, slots)[:, :, :, 0]
         high = jnp.max(scores, axis=-1)
         owned = (owner[None] == jnp.arange(rows, dtype=jnp.int32)[:, None]) & real[None]
         peak = jnp.max(jnp.where(owned[:, :, None, None], high[None], LOW), axis=1)
@@ -124,10 +135,10 @@ def _attend_singles(op: PagedAttentionOp, query: jax.Array) -> jax.Array:
     return result / jnp.maximum(total, 1e-30)[..., None]
 
 
-def _attend_chunk(op: PagedAttentionOp, query: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
+def _attend_chunk(op: PagedAttentionOp, query: jax.Array, table: jax.Array, length: jax.Array, mask: Mask) -> jax.Array:
     """Attend with a chunk of tokens of one request.
 
-    Maps [C, G, n, H], int32 [M] and int32 [] to [C, G, n, V].
+    Maps [C, G, n, H], int32 [M], int32 [] and a mask for C rows to [C, G, n, V].
     """
     count, groups, heads, _ = query.shape
     size = op.page_size
@@ -143,7 +154,7 @@ def _attend_chunk(op: PagedAttentionOp, query: jax.Array, table: jax.Array, leng
         key, value = (jnp.swapaxes(x, 0, 1).reshape(groups, -1, x.shape[-1]) for x in (key, value))
         slots = (page[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]).reshape(1, -1)
         scores = jnp.einsum("gqh,gsh->gqs", rows, key).reshape(1, groups, heads, count, -1)
-        scores = _mask_scores(op, scores, positions, slots).reshape(groups, heads * count, -1)
+        scores = _mask_scores(op, mask, scores, positions, slots, length).reshape(groups, heads * count, -1)
         peak = jnp.maximum(highest, jnp.max(scores, axis=-1))
         scale = jnp.exp(highest - peak)
         weights = jnp.where(scores > LOW, jnp.exp(scores - peak[..., None]), 0.0)

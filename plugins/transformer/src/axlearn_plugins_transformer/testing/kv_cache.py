@@ -13,7 +13,7 @@ from axlearn_core.config import Node
 from axlearn_core.errors import RequestError
 from axlearn_plugins_transformer.cache_spec import empty_cache
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
-from axlearn_plugins_transformer.kernels.masks import Causal, Mask, SlidingWindow
+from axlearn_plugins_transformer.kernels.masks import Causal, Chunks, Mask, SlidingWindow
 from axlearn_plugins_transformer.kv_cache import build_cache
 from axlearn_testing.common import assert_close, compile_fast
 
@@ -107,7 +107,9 @@ class KVCacheSuite:
                 assert_close(result[row, 0], expected[row, t], self.tolerance, f"row {row}, slot {t}")
 
     @pytest.mark.parametrize(
-        ("mask", "softcap"), [(Causal() & SlidingWindow(4), None), (Causal(), 2.0)], ids=["window", "softcap"]
+        ("mask", "softcap"),
+        [(Causal() & SlidingWindow(4), None), (Causal() & Chunks(5), None), (Causal(), 2.0)],
+        ids=["window", "chunks", "softcap"],
     )
     def test_what_it_does_not_support_it_refuses(self, mask: Mask, softcap: float | None) -> None:
         op = self.tokens(mask=mask, softcap=softcap)
