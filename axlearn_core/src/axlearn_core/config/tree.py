@@ -323,6 +323,16 @@ def _set(tree: object, parts: list[str], value: object, parent: str) -> Any:
         raise ConfigError(attrs.evolve(p, path=join(parent, p.path)) for p in error.problems) from None
 
 
+def _lost_field(path: str, value: object, new: Node[Any]) -> Problem:
+    name = path.rpartition(".")[2]
+    return Problem(
+        path=path,
+        message=f"would be lost: {type(new).__qualname__} has no such field",
+        got=show(value),
+        fix=f"remove this replacement, or the component or setting; a feature can discard it with drop={name!r}",
+    )
+
+
 def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str, ...] = ()) -> Any:
     """Replace every `target` node with `new` and keep the fields that both have.
 
@@ -362,15 +372,7 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
         lost = [
             n for n in dict.fromkeys((*changed, *added)) if n not in defaults and n not in drop and n not in interfaces
         ]
-        problems.extend(
-            Problem(
-                path=join(path, name),
-                message=f"would be lost: {type(new).__qualname__} has no such field",
-                got=show(old[name]),
-                fix=f"remove this replacement, or the component or setting; a feature can discard it with drop={name!r}",
-            )
-            for name in lost
-        )
+        problems.extend(_lost_field(join(path, name), old[name], new) for name in lost)
         extra = old.keys() - (target_fields or old.keys())
         acknowledged = "type" in drop or any(n in lost or n in drop or n in defaults for n in extra)
         if target_fields is not None and not acknowledged and not _computes(type(value), kind):
@@ -380,7 +382,7 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
                     message=f"would be lost: {type(new).__qualname__} does not compute what {type(value).__qualname__} adds",
                     got=f"{type(value).__qualname__}, a subclass of {kind.__qualname__}",
                     expected=f"a {kind.__qualname__}",
-                    fix="leave out this replacement, or the component; a feature can discard it with drop='type'",
+                    fix="remove this replacement, or the component; a feature can discard it with drop='type'",
                 )
             )
         values = {name: old[name] for name in changed if name in defaults and untouched[name] == defaults[name]}

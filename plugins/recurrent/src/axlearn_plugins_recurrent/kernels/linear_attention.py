@@ -163,6 +163,33 @@ def _starts(documents: jax.Array | None, shape: tuple[int, int]) -> jax.Array:
     return jnp.concatenate([jnp.zeros_like(documents[:, :1], bool), jnp.diff(documents, axis=1) != 0], axis=1)
 
 
+def _split_reload(reload: Reload | None, size: int, count: int) -> tuple[tuple[jax.Array, jax.Array] | None, int]:
+    """Split the states with which chunks of a serving step begin into `count` parts of `size` tokens.
+
+    Returns:
+        Whether each part restarts, bool [M, B], and its state, [M, B, H, K, V]; and the number of parts per chunk. Only the first
+        part of a chunk may restart, and the last one has the chunk's state.
+    """
+    if reload is None:
+        return None, 1
+    parts = reload.chunk // size
+    restarts = jnp.repeat(reload.restarts, parts, axis=1) & (jnp.arange(count) % parts == 0)[None]
+    states = jnp.repeat(reload.states, parts, axis=1)
+    return (jnp.moveaxis(restarts, 1, 0), jnp.moveaxis(states, 1, 0)), parts
+
+
+def _run_chunk(state: jax.Array, chunk: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    """Compute the results of one chunk, and the state after it. The state is a result too if chunks may restart."""
+    query, scores, targets, entering, outward, retention, reload = chunk
+    if reload is not None:
+        restart, states = reload
+        state = jnp.where(restart[:, None, None, None], states.astype(jnp.float32), state)
+    added = targets if entering is None else targets - entering @ state
+    result = query @ state + scores @ added
+    state = retention * state + jnp.swapaxes(outward, -1, -2) @ added
+    return state, (result, None if reload is None else state)
+
+
 class Chunked:
     """The kernel `xla-chunked`: matrix products within chunks, and a loop over chunks for the states.
 
@@ -211,28 +238,9 @@ class Chunked:
             targets, entering = solution[..., : value.shape[-1]], solution[..., value.shape[-1] :]
         outward = key * jnp.exp(later) * leaves
         retention = jnp.swapaxes(jnp.exp(total[..., -1:, :]) * enters[..., -1:, :], -1, -2)  # [M, B, H, K or 1, 1]
-        reload, parts = None, 1
-        if op.reload is not None:
-            parts = (
-                op.reload.chunk // size
-            )  # only the first part of a chunk may restart, and the last one has its state
-            first = jnp.arange(count) % parts == 0
-            restarts = jnp.repeat(op.reload.restarts, parts, axis=1) & first[None]
-            states = jnp.repeat(op.reload.states, parts, axis=1)
-            reload = jnp.moveaxis(restarts, 1, 0), jnp.moveaxis(states, 1, 0)
-
-        def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-            query, scores, targets, entering, outward, retention, reload = chunk
-            if reload is not None:
-                restart, states = reload
-                state = jnp.where(restart[:, None, None, None], states.astype(jnp.float32), state)
-            added = targets if entering is None else targets - entering @ state
-            result = query @ state + scores @ added
-            state = retention * state + jnp.swapaxes(outward, -1, -2) @ added
-            return state, (result, None if reload is None else state)
-
+        reload, parts = _split_reload(op.reload, size, count)
         state, (result, states) = lax.scan(
-            step, op.initial(), (query * into, jnp.tril(scores), targets, entering, outward, retention, reload)
+            _run_chunk, op.initial(), (query * into, jnp.tril(scores), targets, entering, outward, retention, reload)
         )
         result = jnp.moveaxis(jnp.moveaxis(result, 2, 3), 0, 1)  # [B, M, C, H, V]
         result = result.reshape(result.shape[0], -1, *result.shape[3:])[:, :tokens]
