@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from axlearn_core.config import patch
 from axlearn_plugins_verify.properties import kernels
-from support import proof_cases, property_faults
+from support import mask_layers, proof_cases, property_faults
 
 SMALL = ("model.decoder.hidden_dim=16", "input.sequence_length=8", "input.batch_size=4")
 
@@ -48,6 +49,21 @@ def test_a_property_holds_for_a_sound_config(name, sound):
 @pytest.mark.slow
 def test_a_property_holds_for_a_feature(name, feature):
     assert check(name, case(feature, settings=["mesh.shape={data: 2}"])).holds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["causality", "decode"])
+@pytest.mark.parametrize("mask", ["prefix", "chunks", "selected"])
+def test_masks_that_are_not_only_causal_are_not_faults(name, mask):
+    plain = case().config
+    masked = proof_cases.ProofCase(patch(plain, {"model": mask_layers.config(plain.model, mask)}))
+    assert check(name, masked).holds
+
+
+def test_a_prefix_of_all_tokens_has_no_later_ones():
+    plain = case(settings=["input.sequence_length=4"], sizes=("model.decoder.hidden_dim=16",)).config
+    masked = proof_cases.ProofCase(patch(plain, {"model": mask_layers.config(plain.model, "prefix")}))
+    assert skip_reason("causality", masked) == "all 4 tokens of a row are in the prefix of 5 tokens"
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from axlearn_plugins_verify.prove.forward import (
     logits_tolerance,
     missing_logits,
     model_weights,
+    prefix_length,
     random_rows,
     rows_shape,
 )
@@ -59,6 +60,8 @@ class PagedDecoding:
             return reason
         if not isinstance(case.program().functional.describe(), GeneratesTokens):
             return "the model does not generate tokens"
+        if prefix := prefix_length(case):
+            return f"some of the random prompts do not contain the prefix of {prefix} tokens"
         if rows_shape(case)[1] < 2 * STEP:
             return f"rows of {rows_shape(case)[1]} tokens are too short for prompts in chunks"
         try:

@@ -17,6 +17,7 @@ from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from axlearn_plugins_verify.prove.forward import (
     Run,
+    all_in_prefix,
     check_precisely,
     competing_tokens,
     compute_logits,
@@ -24,6 +25,7 @@ from axlearn_plugins_verify.prove.forward import (
     missing_logits,
     model_weights,
     precise_config,
+    prefix_length,
     random_rows,
     storage_rounding,
     token_errors,
@@ -46,7 +48,7 @@ class CachedDecoding:
 
     def skip_reason(self, case: Any) -> str | None:
         """Skip models that do not generate."""
-        reason = missing_logits(case) or bidirectional(case) or competing_tokens(case)
+        reason = missing_logits(case) or bidirectional(case) or competing_tokens(case) or all_in_prefix(case)
         if reason is None and not isinstance(case.program().functional.describe(), GeneratesTokens):
             return "the model does not generate tokens"
         return reason
@@ -67,7 +69,7 @@ class CachedDecoding:
         tolerance = logits_tolerance(case, program, rows)
         if rounding:  # routers and quantized layers may jump, so measure what this rounding does
             tolerance = max(tolerance, rounding, logits_tolerance(case, program, rows, rounding / STORES))
-        prompt = max(1, tokens.shape[1] // 2)
+        prompt = max(1, tokens.shape[1] // 2, prefix_length(case))
         compared = f"logits of a prompt of {prompt} tokens and of {tokens.shape[1] - prompt} tokens after it"
         decoding = Decoding(program, weights, tokens, prompt)
         errors = token_errors(expected, decoding.logits())

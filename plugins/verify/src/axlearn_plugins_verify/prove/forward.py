@@ -15,6 +15,7 @@ from axlearn_core.config.roles import CompetingTokensRole
 from axlearn_core.config.tree import children
 from axlearn_core.contracts.capabilities import DeclaresBatches, HasVocabulary
 from axlearn_core.contracts.experiment import get_input_config
+from axlearn_plugins_transformer.cache_spec import KeepsCache
 from axlearn_plugins_transformer.causal_lm import LanguageModel
 from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
@@ -48,6 +49,19 @@ def competing_tokens(case: Any) -> str | None:
     return next(
         (f"model.{path}: {type(n).owner.__name__} lets the tokens of a row compete" for path, n in nodes.items()), None
     )
+
+
+def prefix_length(case: Any) -> int:
+    """Return the number of leading tokens of each row that attend to one another in both directions."""
+    model = case.program().functional.describe()
+    spec = model.cache_spec() if isinstance(model, KeepsCache) else ()
+    return max((entry.prefix for entry in jax.tree.leaves(spec)), default=0)
+
+
+def all_in_prefix(case: Any) -> str | None:
+    """Return why no token of a row is after the prefix, or None if some are."""
+    prefix, (_, length) = prefix_length(case), rows_shape(case)
+    return f"all {length} tokens of a row are in the prefix of {prefix} tokens" if prefix >= length else None
 
 
 def random_rows(case: Any, seed: int, rows: int | None = None, length: int | None = None) -> np.ndarray:
