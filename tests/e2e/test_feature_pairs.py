@@ -13,7 +13,7 @@ from axlearn_core.errors import ConfigError, PluginError, RequestError
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
-from axlearn_testing.feature import find_dropped_or_refusal
+from axlearn_testing.dropped import find_dropped_or_refusal
 from support import toy_models
 
 NAMES = registry()

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import Node, matches
+from axlearn_core.errors import AxlearnError, PluginError
 from axlearn_core.plugins.decisions import Decision
 from axlearn_core.plugins.effects import Effect, find_effects, find_lost
 from axlearn_core.plugins.registry import registry
@@ -107,6 +108,16 @@ def find_dropped_in_turn(tree: Node[Any], first: str, second: str) -> tuple[Drop
     resolved = resolve(with_first, with_=add_needs(second))
     without = lambda name: with_first if name == names[1] else None  # noqa: E731
     return _list_dropped(alone, names, resolved.config, resolved.decisions, without)
+
+
+def find_dropped_or_refusal(tree: Node[Any], first: str, second: str) -> tuple[Dropped, ...] | AxlearnError:
+    """Return the dropped effects of two features that are added in turn (see `find_dropped_in_turn`), or the error if refused."""
+    try:
+        return find_dropped_in_turn(tree, first, second)
+    except PluginError:
+        raise  # a feature that fails, and does not refuse
+    except AxlearnError as error:
+        return error
 
 
 @functools.lru_cache(maxsize=256)

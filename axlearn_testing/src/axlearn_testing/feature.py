@@ -4,12 +4,12 @@ from typing import Any
 
 from axlearn_core.config import Node, diff
 from axlearn_core.config.kinds import change_kinds
-from axlearn_core.errors import AxlearnError, ConfigError, PluginError
+from axlearn_core.errors import AxlearnError, ConfigError
 from axlearn_core.plugins.feature import STAGES, Feature
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
-from axlearn_testing.dropped import Dropped, add_needs, feature_text, find_dropped_in_turn
+from axlearn_testing.dropped import add_needs, feature_text, find_dropped_or_refusal
 
 
 class FeatureSuite:
@@ -174,16 +174,6 @@ def resolve_features(tree: Node[Any], *features: str, full_result: bool = False)
     except AxlearnError as error:
         return error
     return result if full_result else result.config
-
-
-def find_dropped_or_refusal(tree: Node[Any], first: str, second: str) -> tuple[Dropped, ...] | AxlearnError:
-    """Return the dropped effects of two features that are added in turn (see `find_dropped_in_turn`), or the error if refused."""
-    try:
-        return find_dropped_in_turn(tree, first, second)
-    except PluginError:
-        raise  # a feature that fails, and does not refuse
-    except AxlearnError as error:
-        return error
 
 
 def apply_feature(feature: Feature, tree: Node[Any], label: str) -> Node[Any] | None:

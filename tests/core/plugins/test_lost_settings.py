@@ -46,8 +46,10 @@ def test_a_feature_that_replaces_the_setting_of_another_names_it():
     assert decision == f"replaced: {ATTENTION}.kernel ('ring' -> None, by feature paged-cache)"
     before = patch(registry().experiment("quickstart"), {f"{ATTENTION}.kernel": "ring"})
     after = patch(before, {f"{ATTENTION}.kernel": None})
-    (found,) = describe_lost(before, after, "second", {f"{ATTENTION}.kernel": "first"}, registry().display_name)
-    assert found.reason == "'ring', set by feature first, -> None, by feature second"
+    (decision,) = describe_lost(
+        before, after, "second", {f"{ATTENTION}.kernel": "feature first (toy 1.0)"}, registry().display_name
+    )
+    assert decision.reason == "'ring', set by feature first, -> None, by feature second"
 
 
 def test_defaults_and_additions_are_not_lost():
@@ -61,9 +63,9 @@ def test_many_decisions_are_shortened():
     tree: Any = registry().experiment("quickstart")
     edits = {f"{ATTENTION}.{name}.bias": True for name in ("query", "key", "value", "output")}
     before = patch(tree, {**edits, "model.z_loss": 0.5, "learner.ema_decay": 0.9})
-    found = describe_lost(before, tree, "all", {}, registry().display_name)
-    assert len(found) == MOST
-    assert found[-1].subject.endswith(" and 2 more")
+    shortened = describe_lost(before, tree, "all", {}, registry().display_name)
+    assert len(shortened) == MOST
+    assert shortened[-1].subject.endswith(" and 2 more")
 
 
 def test_a_feature_declares_paths():

@@ -179,13 +179,13 @@ def leave_out_wrappers(tree: object, path: str) -> str:
 
     Parts that the tree does not have are kept.
     """
-    value, kept = tree, []
+    value, short = tree, []
     for name in path.split(".") if path else []:
         wrapper = wrapped_node(value)
         if not wrapper or name != wrapper[0]:
-            kept.append(name)
+            short.append(name)
         value = children(value).get(name)
-    return ".".join(kept)
+    return ".".join(short)
 
 
 def slot_path(tree: object, path: str) -> str:
@@ -376,15 +376,7 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
         extra = old.keys() - (target_fields or old.keys())
         acknowledged = "type" in drop or any(n in lost or n in drop or n in defaults for n in extra)
         if target_fields is not None and not acknowledged and not _computes(type(value), kind):
-            problems.append(
-                Problem(
-                    path=path,
-                    message=f"would be lost: {type(new).__qualname__} does not compute what {type(value).__qualname__} adds",
-                    got=f"{type(value).__qualname__}, a subclass of {kind.__qualname__}",
-                    expected=f"a {kind.__qualname__}",
-                    fix="remove this replacement, or the component; a feature can discard it with drop='type'",
-                )
-            )
+            problems.append(_lost_subclass(path, type(value), kind, type(new)))
         values = {name: old[name] for name in changed if name in defaults and untouched[name] == defaults[name]}
         return attrs.evolve(new, **values)
 
@@ -402,6 +394,16 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
     if problems:
         raise ConfigError(problems)
     return result
+
+
+def _lost_subclass(path: str, subclass: type, kind: type, new: type) -> Problem:
+    return Problem(
+        path=path,
+        message=f"would be lost: {new.__qualname__} does not compute what {subclass.__qualname__} adds",
+        got=f"{subclass.__qualname__}, a subclass of {kind.__qualname__}",
+        expected=f"a {kind.__qualname__}",
+        fix="remove this replacement, or the component; a feature can discard it with drop='type'",
+    )
 
 
 def _computes(kind: type, target: type) -> bool:

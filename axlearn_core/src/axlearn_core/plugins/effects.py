@@ -118,7 +118,7 @@ def _compare_node(old: Any, new: Node[Any], place: str, *, alternative: bool = F
             yield from _compare(get_fields(old)[name], value, join(place, name), cls)
         return
     below = wrapped_nodes(new)
-    kept = {name for name, node in below.items() if any(_continues(n, old) for _, n in slot_nodes(node))}
+    continued = {name for name, node in below.items() if any(_continues(n, old) for _, n in slot_nodes(node))}
     varies = bool(below) and not _is_wrapper(new)
     if varies and not isinstance(old, Node):
         yield Effect("setting", "", new, None, place=place)  # a pattern of values, such as windows
@@ -127,20 +127,20 @@ def _compare_node(old: Any, new: Node[Any], place: str, *, alternative: bool = F
         yield Effect("component", "", cls, None, place=place)
     if varies:
         yield Effect(
-            "alternatives", "", tuple((n, type(v)) for n, v in below.items() if n not in kept), None, place=place
+            "alternatives", "", tuple((n, type(v)) for n, v in below.items() if n not in continued), None, place=place
         )
     for name, value in _own_fields(new).items():
         default = attrs.fields_dict(cls)[name].default
         full = join(place, name)
         if name in type(new).wraps:
             continue
-        if isinstance(old, Node) and not kept and name in get_fields(old) and get_fields(old)[name] == value:
+        if isinstance(old, Node) and not continued and name in get_fields(old) and get_fields(old)[name] == value:
             continue  # carried over
         yield from _compare(default, value, full, cls)
     for name, node in below.items():
-        if name not in kept or type(old) is not type(node) or old != node:
+        if name not in continued or type(old) is not type(node) or old != node:
             full = join(place, name)
-            yield from _compare_node(old if name in kept else None, node, full, alternative=varies or alternative)
+            yield from _compare_node(old if name in continued else None, node, full, alternative=varies or alternative)
 
 
 def _is_wrapper(node: Node[Any]) -> bool:

@@ -1,6 +1,6 @@
 """Describe the components and settings that a feature replaces or resets."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -33,7 +33,7 @@ def describe_lost(
         before: Config without the feature.
         after: Config with the feature.
         feature: Name of the feature.
-        sources: Other feature that set a value, by path.
+        sources: Source of each value by path, such as `feature rope (axlearn-plugins-rope 0.1.0)`.
         name_of: Returns the name of a config class.
     """
     lost = find_lost_settings(before, after)
@@ -42,12 +42,22 @@ def describe_lost(
     for effect in outer:
         old = _find(before, effect.place)
         settings = [e for e in lost if _is_below(e, effect) and e.kind in ("setting", "items")]
-        source = sources.get(effect.place) or sources.get(join(effect.place, "type"))
+        source = sources.get(effect.place) or sources.get(join(effect.place, "type")) or ""
         old_text = _show(old, name_of) + _show_settings(settings, effect.place)
-        origin = f", set by feature {source}," if source else ""
+        origin = f", set by {source.partition(' (')[0]}," if source.startswith("feature ") else ""
         outcome = _describe_outcome(effect, old, after, name_of)
         decisions.append(Decision("replaced", effect.place, f"{old_text}{origin} {outcome}, by feature {feature}"))
     return _shorten(list(dict.fromkeys(decisions)))
+
+
+def filter_decisions(decisions: Iterable[Decision], paths: Iterable[str]) -> list[Decision]:
+    """Return the decisions about settings that were replaced at one of the paths, below it, or above it."""
+    return [d for d in decisions if d.kind == "replaced" and any(_overlap(d.subject, path) for path in paths)]
+
+
+def _overlap(subject: str, path: str) -> bool:
+    subject = subject.partition(" ")[0]
+    return not path or f"{subject}.".startswith(f"{path}.") or f"{path}.".startswith(f"{subject}.")
 
 
 def _shorten(decisions: list[Decision]) -> list[Decision]:

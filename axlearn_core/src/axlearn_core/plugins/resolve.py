@@ -30,7 +30,7 @@ from axlearn_core.plugins.apply_settings import apply_settings, describe_replace
 from axlearn_core.plugins.backends import prepare_backends
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
-from axlearn_core.plugins.lost_settings import describe_lost
+from axlearn_core.plugins.lost_settings import describe_lost, filter_decisions
 from axlearn_core.plugins.mesh_replacement import find_mesh_replacement
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import Entry, Registry, registry
@@ -74,8 +74,7 @@ class Resolved:
         detected: True if the machine was detected, which initializes JAX.
         rule: Title of the mesh rule.
         notes: Messages about parts of the mesh rule that do not fit this config and were skipped.
-        decisions: Decisions about the machine, the mesh rule and its parts, features that changed nothing, and what features and
-            settings replaced.
+        decisions: Decisions about the machine, the mesh rule, unchanged features, and replaced settings.
         names: Registry that resolved the request.
     """
 
@@ -132,8 +131,7 @@ class Resolved:
 
     def find_replaced(self, path: str) -> list[Decision]:
         """Return the decisions about settings that were replaced at a path, below it, or above it."""
-        names = {path, self._locate(path)}
-        return [d for d in self.decisions if d.kind == "replaced" and any(_overlap(d.subject, name) for name in names)]
+        return filter_decisions(self.decisions, {path, self._locate(path)})
 
     def _list_steps(self, path: str) -> dict[str, tuple[Step, ...]]:
         return {p: s for p, s in self.provenance.items() if not path or p == path or p.startswith(f"{path}.")}
@@ -521,15 +519,11 @@ class _Resolution:
                         raise _conflict_error((entry, change), other, feature.stage)
                 earlier.append((entry, change))
             if changes:
-                self.decisions.extend(describe_lost(before, tree, name, self._list_sources(), self.names.display_name))
+                sources = {path: steps[-1].source for path, steps in self.provenance.items()}
+                self.decisions.extend(describe_lost(before, tree, name, sources, self.names.display_name))
             self._record(changes, f"feature {name} ({entry.origin})")
             self.applied.append((name, feature))
         return tree
-
-    def _list_sources(self) -> dict[str, str]:
-        """Return the feature that last set a value, by path."""
-        steps = {path: steps[-1].source for path, steps in self.provenance.items()}
-        return {p: s.removeprefix("feature ").partition(" ")[0] for p, s in steps.items() if s.startswith("feature ")}
 
     def _apply_settings(self, tree: Node[Any], settings: Sequence[Setting]) -> Node[Any]:
         after, changes = apply_settings(tree, settings, self.names, self.decoder)
@@ -537,11 +531,6 @@ class _Resolution:
             self._record([change], find_source(change.path, settings, after))
         self.decisions.extend(describe_replaced(tree, after, settings, self.names.display_name))
         return after
-
-
-def _overlap(subject: str, path: str) -> bool:
-    subject = subject.partition(" ")[0]
-    return not path or f"{subject}.".startswith(f"{path}.") or f"{path}.".startswith(f"{subject}.")
 
 
 def _merge_uses(first: FeatureUse, second: FeatureUse) -> FeatureUse:
