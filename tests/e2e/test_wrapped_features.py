@@ -81,7 +81,7 @@ def test_a_feature_that_cannot_keep_sinks_refuses(sinks):
     )
     with pytest.raises(RequestError, match=expected) as raised:
         with_(sinks, "mla")
-    assert "fix: leave out" in str(raised.value)
+    assert "fix: remove this replacement" in str(raised.value)
 
 
 def test_features_reach_into_a_wrapper(gated):

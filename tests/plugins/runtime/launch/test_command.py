@@ -124,7 +124,10 @@ def test_every_launcher_ships_them(tmp_path):
             ("--on", "local", "--hosts", "3", "--set", "mesh.shape={data: 4}"),
             "cannot be divided evenly among 3 processes",
         ),
-        (("--on", "local", "--hosts", "3", "--set", "input.batch_size=8"), "input.batch_size 8 cannot be shared"),
+        (
+            ("--on", "local", "--hosts", "3", "--set", "input.batch_size=8"),
+            "input.batch_size 8 cannot be divided evenly",
+        ),
         (("--on", "local", "--hosts", "2", "--set", "seedd=1"), "did you mean: seed"),
     ],
 )
@@ -222,7 +225,7 @@ def test_a_ray_that_does_not_start_is_one_error():
     ],
 )
 def test_a_batch_that_hosts_cannot_share_names_the_nearest_that_they_can(rows, hosts, fix):
-    with pytest.raises(RequestError, match=f"input.batch_size {rows} cannot be shared.*\n.*\n    fix: {fix}$"):
+    with pytest.raises(RequestError, match=f"input.batch_size {rows} cannot be divided evenly.*\n.*\n    fix: {fix}$"):
         check_hosts(config(**{"input.batch_size": rows}), None, hosts, 1)
 
 

@@ -93,7 +93,7 @@ def values(
         for part in tensor.parts:
             param = params[part.path]
             piece = param if not part.index else _row(param, jnp.asarray(part.index, jnp.int32))
-            pieces.append(part.to_theirs(np.asarray(piece)))
+            pieces.append(_to_theirs(part, np.asarray(piece)))
         names = [a for group in tensor.parts[0].axes.outer for a in group]
         value = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=names.index(JOINED))
         yield value.reshape(shape).astype(DTYPES[code], copy=False)
@@ -137,7 +137,7 @@ def _slices(
                 low * part.product(group[1:]) if first and group[:1] == (first,) else 0 for group in part.axes.ours
             )
             piece = raw if len(parts) == 1 else _cut(raw, tensor, part, first, count)
-            yield part, (*part.index, *start), part.to_ours(piece, first, count)
+            yield part, (*part.index, *start), _to_ours(part, piece, first, count)
 
 
 def _cut(raw: np.ndarray, tensor: Tensor, part: Part, first: str, count: int) -> np.ndarray:
@@ -146,6 +146,24 @@ def _cut(raw: np.ndarray, tensor: Tensor, part: Part, first: str, count: int) ->
     sizes = {**part.sizes, JOINED: tensor.length, **({first: count} if first else {})}
     before = (slice(None),) * names.index(JOINED)
     return raw.reshape([sizes[a] for a in names])[(*before, slice(part.offset, part.offset + part.length))]
+
+
+def _to_ours(part: Part, piece: np.ndarray, first: str, count: int) -> np.ndarray:
+    """Convert a piece of the file to the parameter's layout. If `first` is given, it has only `count` entries of that axis."""
+    sizes = {**part.sizes, first: count} if first else part.sizes
+    ours = [sizes[a] for group in part.axes.ours for a in group]
+    flat = [0] * len(ours)
+    for size, position in zip(ours, part.axes.order, strict=True):
+        flat[position] = size
+    value = piece.reshape(flat).transpose(part.axes.order)
+    return value.reshape([math.prod(sizes[a] for a in group) for group in part.axes.ours])
+
+
+def _to_theirs(part: Part, piece: np.ndarray) -> np.ndarray:
+    """Convert `parameter[part.index]` to the layout of the file, with the joined axes as one axis."""
+    value = piece.reshape([part.sizes[a] for group in part.axes.ours for a in group])
+    value = value.transpose(sorted(range(value.ndim), key=part.axes.order.__getitem__))
+    return value.reshape([part.length if a == JOINED else part.sizes[a] for group in part.axes.outer for a in group])
 
 
 def _put_piece(piece: np.ndarray, sharding: Any) -> jax.Array:

@@ -175,22 +175,6 @@ class Part:
         """Return the product of the sizes of axes."""
         return math.prod(self.sizes[a] for a in names)
 
-    def to_ours(self, piece: Any, first: str = "", count: int = 0) -> Any:
-        """Convert a piece of the file to the parameter's layout. It may have only `count` entries of the axis `first`."""
-        sizes = {**self.sizes, first: count} if first else self.sizes
-        ours = [sizes[a] for a in _flatten(self.axes.ours)]
-        flat = [0] * len(ours)
-        for size, position in zip(ours, self.axes.order, strict=True):
-            flat[position] = size
-        value = piece.reshape(flat).transpose(self.axes.order)
-        return value.reshape([math.prod(sizes[a] for a in group) for group in self.axes.ours])
-
-    def to_theirs(self, piece: Any) -> Any:
-        """Convert `parameter[index]` to the layout of the file, with the joined axes as one axis."""
-        value = piece.reshape([self.sizes[a] for a in _flatten(self.axes.ours)])
-        value = value.transpose(sorted(range(value.ndim), key=self.axes.order.__getitem__))
-        return value.reshape([self.length if a == JOINED else self.sizes[a] for a in _flatten(self.axes.outer)])
-
 
 @attrs.frozen
 class Tensor:
