@@ -26,9 +26,11 @@ TOOLS = (
     "axlearn_core.contracts.arrays",
     "axlearn_core.contracts.experiment",
     "axlearn_core.errors",
+    "axlearn_core.plugins.apply_settings",
     "axlearn_testing",
 )
-"""What every room uses: trees of nodes and the names of their parts, what an array is, errors."""
+"""What every room uses: trees of nodes and the names of their parts, what an array is, errors. `resolve` edits trees through
+`apply_settings`."""
 
 
 class Walk:

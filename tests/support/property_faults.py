@@ -49,14 +49,16 @@ def scale_scanned_layers(monkeypatch):
 
     def layer(graphs, context, remat, shared, kind, in_loop=False):
         run = original(graphs, context, remat, shared, kind, in_loop)
-        return (lambda x, *args: run(1.01 * x, *args)) if in_loop else run
+        return (lambda carry, *args: run((1.01 * carry[0], carry[1]), *args)) if in_loop else run
 
     monkeypatch.setattr(stack, "_layer", layer)
 
 
 def stop_gradients_of_remat(monkeypatch):
     monkeypatch.setattr(
-        Remat, "wrap", lambda self, function, in_loop: lambda x, *args: function(jax.lax.stop_gradient(x), *args)
+        Remat,
+        "wrap",
+        lambda self, function, in_loop: lambda carry, *args: function(jax.lax.stop_gradient(carry), *args),
     )
 
 

@@ -9,6 +9,7 @@ from jax import lax
 
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.config.roles import CompetingTokensRole, FullPrecisionRole
+from axlearn_core.contracts.arrays import is_array
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.initializers import Constant, Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision
@@ -113,7 +114,7 @@ class LinearRouter(Layer):
         """
         score = self._score()
         scores: Any = build_function(score, "a score function", "sigmoid-score")(logits)
-        if getattr(scores, "shape", None) != logits.shape or scores.dtype != logits.dtype:
+        if not is_array(scores) or scores.shape != logits.shape or scores.dtype != logits.dtype:
             raise RequestError(
                 f"router: the score function {type(score).__qualname__} must keep the shape and the dtype of the logits\n"
                 f"    got: {jax.typeof(scores)}\n    expected: {jax.typeof(logits)}\n"

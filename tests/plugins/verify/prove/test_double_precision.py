@@ -90,7 +90,7 @@ def scale_scanned_layers(monkeypatch, factor):
 
     def layer(graphs, context, remat, shared, kind, in_loop=False):
         run = original(graphs, context, remat, shared, kind, in_loop)
-        return (lambda x, *args: run(factor * x, *args)) if in_loop else run
+        return (lambda carry, *args: run((factor * carry[0], carry[1]), *args)) if in_loop else run
 
     monkeypatch.setattr(stack, "_layer", layer)
 

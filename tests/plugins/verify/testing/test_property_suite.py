@@ -131,7 +131,7 @@ WRONG = {
     "is random": ({"check": random_outcome}, HOLDS, "a second check of seed 0 differs"),
     "changes the seed": ({"check": change_seed}, HOLDS, "changed the seed"),
     "compares nothing": ({"check": lambda *_: attrs.evolve(PASSED, compared=" ")}, HOLDS, "say what was compared"),
-    "always holds": ({"check": lambda *_: PASSED}, FAULT, "holds although a fault is planted"),
+    "always holds": ({"check": lambda *_: PASSED}, FAULT, "holds even though a fault was introduced"),
     "names nothing": (
         {"check": lambda *_: attrs.evolve(FAILED, difference=Difference(layer="", tensor="", error=1.0))},
         FAULT,

@@ -264,6 +264,9 @@ class Recorder:
             for path, other in self.modules
             if path[: len(prefix)] == prefix and len(path) > len(prefix) and type(other) is type(module)
         ]
+        equal = [path for path, other in candidates if _shapes(other) == _shapes(module)]
+        if parent is None and len(equal) == 1:  # a method of the root other than `__call__` calls this module
+            return ".".join(equal[0])
         stacks = [(path, other) for path, other in candidates if _is_stack_of(other, module)]
         below = [path for path, _ in stacks or candidates]
         if not below:
@@ -273,6 +276,10 @@ class Recorder:
             return nearest[0]
         parts = [p for p in nearest if not p.isdigit()] or [nearest[0]]
         return ".".join([*([parent_path] if parent_path else []), *parts, REPEATED])
+
+
+def _shapes(module: Any) -> list[tuple[int, ...]]:
+    return [tuple(x.shape) for x in jax.tree.leaves(nnx.state(module))]
 
 
 def _is_stack_of(stack: Any, module: Any) -> bool:
