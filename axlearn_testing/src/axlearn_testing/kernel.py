@@ -201,7 +201,8 @@ class KernelSuite:
     def _remember(self, case: Case, what: str, compute: Callable[[], T]) -> T:
         """Compute something that all kernels with the same baseline, mesh and case share, or return the earlier value."""
         declaration = self.find_declaration(self.baseline)
-        key = (what, self.op, declaration.name, declaration.load, *self.mesh.items())
+        # A subclass may override `_only`, for example to set the hardware.
+        key = (what, self.op, declaration.name, declaration.load, type(self)._only, *self.mesh.items())
         remembered = _REMEMBERED.setdefault(case, {})
         if key not in remembered:
             remembered[key] = compute()
