@@ -120,7 +120,7 @@ def test_dpo_is_its_formula(smoothing):
     np.testing.assert_allclose(held_out["loss_sum"] / held_out["weight"], np.log1p(np.exp(-margin)).mean(), rtol=1e-5)
 
 
-@pytest.mark.fast_cases("features2")
+@pytest.mark.slow  # a run from the command line starts with the same loss
 @pytest.mark.parametrize("features", [(PAIRS,), (PAIRS, "lora:rank=2"), (PAIRS, "dropout:rate=0.0")])
 def test_the_first_loss_of_dpo_is_ln_2(features):
     trainer = program(*features)
