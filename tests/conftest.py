@@ -23,7 +23,9 @@ FUSION = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith(
 # can deadlock. On a busy machine, they may also wait for longer than XLA's limit of 40 seconds, after which it aborts.
 os.environ.setdefault("PJRT_NPROC", "64")
 PATIENT = " --xla_cpu_collective_call_terminate_timeout_seconds=600"
-FAST = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0" + FUSION + PATIENT
+# By default, XLA splits a program into up to 32 parts and prepares LLVM for each of them. The test processes use all cores.
+UNSPLIT = " --xla_cpu_parallel_codegen_split_count=1"
+FAST = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0" + FUSION + PATIENT + UNSPLIT
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Workers inherit both. The commands that tests start use the flags of one device.
 os.environ["XLA_FLAGS_OF_ONE_DEVICE"] = os.environ.get("XLA_FLAGS_OF_ONE_DEVICE", FAST)

@@ -1,6 +1,7 @@
 """The metadata of each distribution agrees with its code: requirements, sources, folders."""
 
 import ast
+import functools
 import re
 import sys
 import tomllib
@@ -62,7 +63,7 @@ def names_of(requirements):
     return {normalized(re.match(r"[A-Za-z0-9_.-]+", requirement)[0]) for requirement in requirements}
 
 
-PROVIDERS = packages_distributions()
+read_providers = functools.cache(packages_distributions)  # reads every file list, so not while tests are collected
 
 
 def distributions_of(module):
@@ -70,7 +71,7 @@ def distributions_of(module):
     top = module.split(".")[0]
     if top in sys.stdlib_module_names:
         return set()
-    return {name} if (name := distribution_of(module)) else {normalized(n) for n in PROVIDERS.get(top, [top])}
+    return {name} if (name := distribution_of(module)) else {normalized(n) for n in read_providers().get(top, [top])}
 
 
 EXTRAS = {

@@ -2,6 +2,7 @@
 
 import pytest
 
+from axlearn_core.kernels.selection import REFERENCE
 from axlearn_plugins_cpu.kernels import library
 from axlearn_testing import KernelSuite
 from support import installed_parts, op_cases
@@ -39,6 +40,8 @@ for _op, _declared in installed_parts.kernels().items():
         _name = f"Test{_op.name}_{_kernel.name}".title().replace("_", "").replace("-", "")
         _mesh = {"seq": 4} if _kernel.name in SHARED else {}
         _slow = [f"{VALUES}[{case}]" for case in SLOW_CASES.get(_op.name, ())]
+        if _kernel.name != REFERENCE:
+            _slow.append("test_op_counts_flops_and_bytes")  # the reference's suite tests the same, without the kernel
         _more = {"mesh": _mesh, "op": _op, "name": _kernel.name, "cases": op_cases.CASES.get(_op, ())}
         _suite = pytest.mark.slow_cases(*_slow)(type(_name, (KernelSuite,), _more))
         if _kernel.load.startswith("axlearn_plugins_cpu.") and library.unavailable_reason is not None:

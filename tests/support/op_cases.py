@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -35,8 +36,13 @@ RNG = np.random.default_rng(0)
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 
 
-def normal(*shape, dtype="float32"):
-    return jnp.asarray(RNG.standard_normal(shape, np.float32), dtype)
+def array(x, dtype):
+    """Return an array of JAX without a compilation. Every test process makes all cases, and `jnp.asarray` compiles a program."""
+    return jax.device_put(np.asarray(x).astype(jnp.dtype(dtype)))
+
+
+def normal(*shape, dtype="float32", scale=1.0):
+    return array(RNG.standard_normal(shape, np.float32) * np.float32(scale), dtype)
 
 
 def _attend(kernel, query, key, value, mask, sinks=None, op=AttentionOp, **options):
@@ -44,7 +50,7 @@ def _attend(kernel, query, key, value, mask, sinks=None, op=AttentionOp, **optio
 
 
 WINDOW = Causal() & SlidingWindow(6)
-SINKS = jnp.asarray([3.0, -1.0, 0.5, 2.0], jnp.float32)
+SINKS = array([3.0, -1.0, 0.5, 2.0], "float32")
 
 
 def _attention(name, mask, *, q=256, k=256, heads=4, groups=2, size=8, dtype="float32", sinks=None, **options):
@@ -63,8 +69,8 @@ def _selected(queries, rows=1, keys=None, count=20):
 
 
 def _attentions():
-    ids = jnp.asarray(np.sort(RNG.integers(1, 5, (2, 256)), axis=1), jnp.int32)
-    prefix = jnp.asarray([3, 140], jnp.int32)
+    ids = array(np.sort(RNG.integers(1, 5, (2, 256)), axis=1), "int32")
+    prefix = array([3, 140], "int32")
     window = Causal() & SlidingWindow(100)
     yield _attention("causal", Causal())
     yield _attention("causal", Causal(), dtype="bfloat16")
@@ -77,7 +83,7 @@ def _attentions():
     yield _attention("selected", (Causal() & SelectedKeys(_selected(256, 2))) | FixedPrefix(30))
     yield _attention("alibi", Causal(), bias=LinearBias((0.5, 0.25, 0.125, 0.0625)))
     yield _attention("full", Full(), q=128, k=256)
-    slots = {"query_slots": jnp.asarray([[200]]), "key_slots": jnp.arange(256)[None]}
+    slots = {"query_slots": array([[200]], "int32"), "key_slots": array(np.arange(256)[None], "int32")}
     yield _attention("decoding", Causal(), q=1, **slots)
     yield _attention("sinks", window, sinks=SINKS)
     yield _attention("sinks-decoding", Causal(), q=1, sinks=SINKS, **slots)
@@ -121,7 +127,11 @@ def _grouped():
         yield Case(
             name=f"{'-'.join(map(str, sizes))}-{dtype}",
             run=grouped,
-            operands=(normal(256, 16, dtype=dtype), normal(3, 16, 8, dtype=dtype), jnp.asarray(sizes, jnp.int32)),
+            operands=(
+                normal(256, 16, dtype=dtype),
+                normal(3, 16, 8, dtype=dtype),
+                array(sizes, "int32"),
+            ),
             tolerance=TOLERANCE[dtype],
         )
 
@@ -177,7 +187,11 @@ def _gated_units():
         yield Case(
             name=f"{activation}-{hidden}-{'bias-' if bias else ''}{dtype}",
             run=functools.partial(gated, activation=activation),
-            operands=(normal(2, 16, 32, dtype=dtype), *(normal(32, hidden, dtype=dtype) / 6 for _ in "gu"), *more),
+            operands=(
+                normal(2, 16, 32, dtype=dtype),
+                *(normal(32, hidden, dtype=dtype, scale=1 / 6) for _ in "gu"),
+                *more,
+            ),
             tolerance=TOLERANCE[dtype],
         )
 
@@ -205,8 +219,8 @@ def paged(name, *, new, lengths, heads=4, groups=2, size=8, slots=8, dtype="floa
         pages = np.transpose(pages.reshape(*pages.shape[:2], groups, 2, size), (0, 3, 2, 1, 4))
     operands = (
         normal(starts[-1] + tokens, heads, size, dtype=dtype),
-        jnp.asarray(pages),
-        *(jnp.asarray(x, jnp.int32) for x in (table, [*lengths, 0], starts, [len(new)])),
+        array(pages, dtype),
+        *(array(x, "int32") for x in (table, [*lengths, 0], starts, [len(new)])),
     )
     run = functools.partial(_read, **options)
     return Case(name=f"{name}-{dtype}", run=run, operands=operands, tolerance=TOLERANCE[dtype], gradients=False)
@@ -263,20 +277,20 @@ def _recurrences():
     rows, size, keys, heads, groups, length = 2, 8, 16, 4, 2, 100
 
     def case(name, *, delta=True, element=False, dtype="float32", tokens=length, chunk=None, **optional):
-        key = normal(rows, tokens, groups, keys)
+        key = np.asarray(normal(rows, tokens, groups, keys))
         operands = [
             normal(rows, tokens, groups, keys, dtype=dtype),
-            (key / jnp.linalg.norm(key, axis=-1, keepdims=True)).astype(dtype),
+            array(key / np.linalg.norm(key, axis=-1, keepdims=True), dtype),
             normal(rows, tokens, heads, size, dtype=dtype),
-            -jnp.abs(normal(rows, tokens, heads, keys) if element else normal(rows, tokens, heads)),
-            jnp.abs(jnp.sin(normal(rows, tokens, heads))) if delta else None,
+            array(-np.abs(normal(rows, tokens, heads, keys) if element else normal(rows, tokens, heads)), "float32"),
+            array(np.abs(np.sin(normal(rows, tokens, heads))), "float32") if delta else None,
         ]
         run = functools.partial(_recur, chunk=chunk, **optional)
         return Case(name=f"{name}-{dtype}", run=run, operands=tuple(operands), tolerance=TOLERANCE[dtype])
 
-    documents = jnp.asarray(np.sort(RNG.integers(0, 6, (rows, length)), axis=1), jnp.int32)
+    documents = array(np.sort(RNG.integers(0, 6, (rows, length)), axis=1), "int32")
     state = normal(rows, heads, keys, size)
-    reload = jnp.asarray([[True, False, True], [False, True, False]]), normal(rows, 3, heads, keys, size)
+    reload = array([[True, False, True], [False, True, False]], bool), normal(rows, 3, heads, keys, size)
     yield case("delta")
     yield case("delta", dtype="bfloat16")
     yield case("delta-elements", element=True)

@@ -5,7 +5,6 @@ import functools
 import hashlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.config import get, patch
@@ -101,7 +100,7 @@ def filled_one(path, spec):
     """One array, by its path."""
     seed = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "little")
     values = np.random.default_rng(seed).normal(size=spec.shape) * 0.2
-    return jax.device_put(jnp.asarray(values + (1.0 if path.endswith("scale") else 0.0), spec.dtype))
+    return jax.device_put((values + (1.0 if path.endswith("scale") else 0.0)).astype(spec.dtype))
 
 
 @contextlib.contextmanager

@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeVar
 
 import attrs
 import jax
@@ -41,6 +42,9 @@ class Case:
     tolerance: float = 1e-5
     gradients: bool = True
 
+
+T = TypeVar("T")
+_REMEMBERED: MutableMapping[Case, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 PADDING = 1.25
 """Maximum ratio of the FLOPs and bytes of a reference to those that the op reports."""
@@ -110,10 +114,10 @@ class KernelSuite:
         reason = self._refusal(case, self._local_kernel())
         if reason is not None:
             return  # a refusal is allowed; the next test checks it
-        got = self._measure(case, self.name)
+        got = self._measure_baseline(case) if self.name == self.baseline else self._measure(case, self.name)
         for path, x in leaves_by_path(got).items():
             assert np.isfinite(np.asarray(x, np.float32)).all(), f"{case.name}{path} has non-finite values"
-        expected = got if self.name == self.baseline else self._measure(case, self.baseline)
+        expected = got if self.name == self.baseline else self._measure_baseline(case)
         assert_close(got, expected, case.tolerance, f"{case.name}: (results, gradients)")
 
     def test_refusal_has_reason(self, case: Case) -> None:
@@ -181,11 +185,28 @@ class KernelSuite:
     def _refusal(self, case: Case, implementation: KernelImplementation) -> str | None:
         """Return why the kernel does not support the case, or None if it does."""
         with self._only(self.find_declaration(self.baseline)) as op_selection:
-            jax.eval_shape(lambda *operands: case.run(self.baseline, *operands), *case.operands)
-            choices = [c for c in op_selection.choices if type(c.op) is self.op]  # an op may call other ops
-            assert choices, f"{case.name} does not call the op {self.op.name!r}"
+            choices = self._remember(case, "choices", lambda: self._find_choices(case, op_selection))
             reasons = (selection.refusal(implementation, c.op, c.context) for c in choices)
             return next((reason for reason in reasons if reason is not None), None)
+
+    def _find_choices(self, case: Case, op_selection: selection.Selection) -> list[selection.Choice]:
+        jax.eval_shape(lambda *operands: case.run(self.baseline, *operands), *case.operands)
+        choices = [c for c in op_selection.choices if type(c.op) is self.op]  # an op may call other ops
+        assert choices, f"{case.name} does not call the op {self.op.name!r}"
+        return choices
+
+    def _measure_baseline(self, case: Case) -> Any:
+        return self._remember(case, "results", lambda: self._measure(case, self.baseline))
+
+    def _remember(self, case: Case, what: str, compute: Callable[[], T]) -> T:
+        """Compute something that all kernels with the same baseline, mesh and case share, or return the earlier value."""
+        declaration = self.find_declaration(self.baseline)
+        # A subclass may override `_only`, for example to set the hardware.
+        key = (what, self.op, declaration.name, declaration.load, type(self)._only, *self.mesh.items())
+        remembered = _REMEMBERED.setdefault(case, {})
+        if key not in remembered:
+            remembered[key] = compute()
+        return remembered[key]
 
     def _measure(self, case: Case, name: str) -> Any:
         """Return the results, and the gradients of a random weighted sum of them with respect to every float operand."""

@@ -1,6 +1,7 @@
 """Suite for objectives."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -66,7 +67,7 @@ class ObjectiveSuite:
             mesh=Mesh(shape=dict(self.mesh) if devices > 1 else {}),
             max_steps=4,
         )
-        return compose(cfg, jax.devices()[:devices])
+        return _compose(type(self), cfg, devices)
 
     def perturb_state(self, program: Program) -> Any:
         """Return a state with changed model parameters, so that no two models in the state are equal."""
@@ -82,15 +83,8 @@ class ObjectiveSuite:
 
     def gradients(self, program: Program, batch: Mapping[str, np.ndarray] | None = None) -> Any:
         """Return ((loss, summaries, variables), gradients) of a batch, as in a training step."""
-        functions, state = program.functions["train"].call.__self__, self.perturb_state(program)  # type: ignore[attr-defined]
-
-        def run(state: Any, batch: Any) -> Any:
-            with program.tracing("train"):
-                return functions.learner.value_and_grad(
-                    functions.training_loss, state.params, state.variables, batch, jax.random.key(3)
-                )
-
-        return jax.device_get(compile_fast(run)(state, program.put(self.batch() if batch is None else batch)))
+        placed = program.put(self.batch() if batch is None else batch)
+        return jax.device_get(_compile_gradients(program)(self.perturb_state(program), placed))
 
     def test_the_loss_and_the_summaries_are_scalars(self) -> None:
         (loss, summaries, _), _ = self.gradients(self.program())
@@ -179,6 +173,25 @@ class ObjectiveSuite:
         (sharded_loss, _, _), sharded_grads = self.gradients(self.program(8))
         assert_close(sharded_loss, loss, self.tolerance, "loss")
         assert_close(sharded_grads, grads, self.tolerance, "gradients")
+
+
+# Cached for all tests of a suite. The latest programs are enough, because pytest runs the tests of a suite in a row.
+@functools.lru_cache(maxsize=4)
+def _compose(suite: type[ObjectiveSuite], config: Trainer.Config, devices: int) -> Program:
+    return compose(config, jax.devices()[:devices])
+
+
+@functools.lru_cache(maxsize=4)
+def _compile_gradients(program: Program) -> Callable[[Any, Any], Any]:
+    functions = program.functions["train"].call.__self__  # type: ignore[attr-defined]
+
+    def run(state: Any, batch: Any) -> Any:
+        with program.tracing("train"):
+            return functions.learner.value_and_grad(
+                functions.training_loss, state.params, state.variables, batch, jax.random.key(3)
+            )
+
+    return compile_fast(run)
 
 
 def _valid(config: Node[Any]) -> bool:

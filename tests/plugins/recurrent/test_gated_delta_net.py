@@ -125,8 +125,8 @@ def test_padding_leaves_the_state_unchanged():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 12, 8)), jnp.float32)
     cache = empty_cache(layer.cache_spec(), 1, 12)
     real = jnp.arange(12)[None] < 7
-    _, padded = layer(x, Context(real=real), cache)
-    _, exact = layer(x[:, :7], Context(), cache)
+    run = jax.jit(lambda x, context: layer(x, context, cache)[1])
+    padded, exact = run(x, Context(real=real)), run(x[:, :7], Context())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), padded, exact)
 
 
@@ -177,10 +177,11 @@ def compare(layer, module, weights, length=70):
     x = torch.randn(2, length, 32, generator=torch.Generator().manual_seed(1))
     expected = module(x)
     expected = (expected[0] if isinstance(expected, tuple) else expected).detach().numpy()
-    result, _ = layer(jnp.asarray(x.numpy()), Context())
+    result, _ = jax.jit(lambda x: layer(x, Context()))(jnp.asarray(x.numpy()))
     np.testing.assert_allclose(result, expected, atol=2e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow  # the suite of layers compares with plain formulas; to import transformers takes eight seconds
 @needs("torch", "transformers")
 def test_gated_delta_net_equals_that_of_qwen3_next():
     torch = require("torch")
@@ -215,6 +216,7 @@ def test_gated_delta_net_equals_that_of_qwen3_next():
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @needs("torch", "transformers")
 def test_mamba2_equals_that_of_transformers():
     torch = require("torch")
@@ -244,6 +246,7 @@ def test_mamba2_equals_that_of_transformers():
     compare(layer.build(rngs=nnx.Rngs(0), precision=Precision()), module, weights)
 
 
+@pytest.mark.slow
 @needs("torch", "transformers")
 def test_kimi_delta_attention_equals_that_of_transformers():
     torch = require("torch")

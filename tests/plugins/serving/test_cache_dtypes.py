@@ -42,19 +42,24 @@ def test_numbers_come_back_within_a_step(dtype):
 @pytest.mark.parametrize("heads_first", [True, False])
 def test_the_kernel_reads_scaled_pages_as_the_reference_does(heads_first):
     rng = np.random.default_rng(1)
-    new = jnp.asarray(rng.standard_normal((6, 8, 2, 2, 16)), jnp.float32)  # [P, S, G, 2, H]
-    narrow, scales = quantize_vectors(new, "int8")
+    new = rng.standard_normal((6, 8, 2, 2, 16)).astype(np.float32)  # [P, S, G, 2, H]
+    narrow, scales = map(np.asarray, jax.jit(lambda x: quantize_vectors(x, "int8"))(new))
     if heads_first:
-        pages, scales = jnp.transpose(narrow, (0, 3, 2, 1, 4)), jnp.transpose(scales, (0, 3, 2, 1))
+        pages, scales = np.transpose(narrow, (0, 3, 2, 1, 4)), np.transpose(scales, (0, 3, 2, 1))
     else:
         pages, scales = narrow.reshape(6, 8, 4, 16), scales.reshape(6, 8, 4)
-    op = PagedAttentionOp(
-        jnp.asarray(rng.standard_normal((6, 4, 16)), jnp.float32), pages,
-        jnp.asarray([[0, 3, 5], [2, 1, 4], [5, 0, 0]], jnp.int32), jnp.asarray([19, 9, 4], jnp.int32),
-        jnp.asarray([0, 1, 2, 6], jnp.int32), jnp.asarray([3], jnp.int32),
-        scale=0.25, scales=scales, heads_first=heads_first, finite=True, split=Split(2, 4),
+    arrays = (
+        rng.standard_normal((6, 4, 16)).astype(np.float32), pages,
+        *(np.asarray(x, np.int32) for x in ([[0, 3, 5], [2, 1, 4], [5, 0, 0]], [19, 9, 4], [0, 1, 2, 6], [3])),
     )  # fmt: skip
-    np.testing.assert_allclose(XLA_SPLIT(op), op.reference(), atol=2e-6)
+
+    @jax.jit
+    def both(arrays, scales):
+        options = {"scale": 0.25, "heads_first": heads_first, "finite": True, "split": Split(2, 4)}
+        op = PagedAttentionOp(*arrays, scales=scales, **options)
+        return XLA_SPLIT(op), op.reference()
+
+    np.testing.assert_allclose(*both(arrays, scales), atol=2e-6)
 
 
 def token_bytes(engine):

@@ -137,7 +137,7 @@ def scaled(part):
     return Scaled.Config(bias=part.bias, init=part.init)
 
 
-@pytest.mark.fast_cases("plain")
+@pytest.mark.slow  # other tests compare each layout with its map, and serve plain maps
 @pytest.mark.parametrize("kind", ["plain", "a subclass", "lora"])
 def test_maps_of_every_kind_are_served_as_they_generate(kind, capsys):
     cfg = serving_models.config(*(["lora:rank=2"] if kind == "lora" else []))

@@ -121,9 +121,9 @@ def test_what_cannot_be_generated(tiny, build, prompt, settings, message):
 
 
 def test_a_cache_takes_no_packed_rows(tiny, build, batch):
-    model = build(tiny(), 0)
+    model, ids = build(tiny(), 0), jnp.ones((2, 48), jnp.int32)
     with pytest.raises(RequestError, match="leave out segment_ids"):
-        model(batch["tokens"], segment_ids=jnp.ones((2, 48), jnp.int32), cache=model.init_cache(2, 64))
+        jax.eval_shape(lambda: model(batch["tokens"], segment_ids=ids, cache=model.init_cache(2, 64)))
 
 
 @pytest.mark.parametrize(("eos_id", "ends"), [(None, set()), (7, {5, 7}), ([7, 8], {5, 7, 8})])

@@ -137,4 +137,4 @@ def test_a_cache_and_packed_rows_do_not_go_together(tiny, build, batch):
     model = build(tiny(), 0)
     tokens = batch["tokens"][:, :4]
     with pytest.raises(RequestError, match="leave out segment_ids"):
-        model(tokens, segment_ids=jnp.ones_like(tokens), cache=model.init_cache(2, 24))
+        jax.eval_shape(lambda: model(tokens, segment_ids=jnp.ones_like(tokens), cache=model.init_cache(2, 24)))

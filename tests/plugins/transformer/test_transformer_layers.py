@@ -22,11 +22,17 @@ def build(cfg, dtype="float32", params="float32", **offered):
 
 
 def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 def weights(layer):
-    return {".".join(map(str, k)): v for k, v in nnx.to_flat_state(nnx.state(layer))}
+    """Return the parameters as arrays of NumPy. JAX would compile every step of a formula."""
+    return {".".join(map(str, k)): np.asarray(v.get_value()) for k, v in nnx.to_flat_state(nnx.state(layer))}
+
+
+@nnx.jit
+def run(layer, *args):
+    return layer(*args)
 
 
 def test_linear_contracts_all_input_dimensions():
@@ -89,20 +95,22 @@ def test_layer_norm(bias):
 @pytest.mark.slow_cases("gelu", "silu")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_feed_forward_layers(activation):
-    x, act = normal(2, 3, 8), ACTIVATIONS[activation]
+    x, act = np.asarray(normal(2, 3, 8)), jax.jit(ACTIVATIONS[activation])
     gated = build(GatedFeedForward.Config(hidden_dim=12, activation=activation), input_dim=8)
-    w = {k: v.get_value() for k, v in weights(gated).items()}
-    expected = (act(x @ w["gate.weight"]) * (x @ w["up.weight"])) @ w["down.weight"]
-    np.testing.assert_allclose(gated(x), expected, rtol=1e-5, atol=1e-6)
+    w = weights(gated)
+    expected = (np.asarray(act(x @ w["gate.weight"])) * (x @ w["up.weight"])) @ w["down.weight"]
+    np.testing.assert_allclose(run(gated, x), expected, rtol=1e-5, atol=1e-6)
     plain = build(PlainFeedForward.Config(activation=activation), input_dim=8)
-    w = {k: v.get_value() for k, v in weights(plain).items()}
+    w = weights(plain)
     assert w["up.weight"].shape == (8, 32)
-    np.testing.assert_allclose(plain(x), act(x @ w["up.weight"]) @ w["down.weight"], rtol=1e-5, atol=1e-6)
+    expected = np.asarray(act(x @ w["up.weight"])) @ w["down.weight"]
+    np.testing.assert_allclose(run(plain, x), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_default_hidden_size_follows_the_width():
-    assert build(GatedFeedForward.Config(), input_dim=384).up.weight.shape == (384, 1024)
-    assert build(GatedFeedForward.Config(), input_dim=200).up.weight.shape == (200, 640)
+    for width, hidden in ((384, 1024), (200, 640)):
+        layer = nnx.eval_shape(lambda width=width: build(GatedFeedForward.Config(), input_dim=width))
+        assert layer.up.weight.shape == (width, hidden)
 
 
 def test_grouped_query_attention_equals_attention_with_repeated_keys():
@@ -110,9 +118,10 @@ def test_grouped_query_attention_equals_attention_with_repeated_keys():
     few = build(Attention.Config(num_heads=4, num_kv_heads=2), input_dim=32)
     many = build(Attention.Config(num_heads=4), input_dim=32)
     for name in ("query", "key", "value", "output"):
-        value = getattr(few, name).weight[...]
-        getattr(many, name).weight[...] = jnp.repeat(value, 2, axis=1) if name in ("key", "value") else value
-    np.testing.assert_allclose(few(x, Context())[0], many(x, Context())[0], rtol=1e-5, atol=1e-6)
+        value = np.asarray(getattr(few, name).weight[...])
+        value = np.repeat(value, 2, axis=1) if name in ("key", "value") else value
+        getattr(many, name).weight.set_value(jax.device_put(value))
+    np.testing.assert_allclose(run(few, x, Context())[0], run(many, x, Context())[0], rtol=1e-5, atol=1e-6)
 
 
 def test_attention_parts():
@@ -121,18 +130,19 @@ def test_attention_parts():
         num_heads=2, head_dim=6, qk_norm=RMSNorm.Config(eps=1e-3), scale=0.7, softcap=2.0, window=3
     )  # fmt: skip
     layer = build(cfg, input_dim=8)
-    layer.query_norm.weight[...] = normal(6, seed=5)
-    x = normal(1, 9, 8)
-    w = {k: v.get_value() for k, v in weights(layer).items()}
-    q, k, v = (jnp.einsum("bsd,dnh->bnsh", x, w[f"{n}.weight"]) for n in ("query", "key", "value"))
-    norm = lambda t: t / jnp.sqrt(jnp.mean(t**2, -1, keepdims=True) + 1e-3)  # noqa: E731
+    layer.query_norm.weight.set_value(normal(6, seed=5))
+    x = np.asarray(normal(1, 9, 8))
+    w = weights(layer)
+    q, k, v = (np.einsum("bsd,dnh->bnsh", x, w[f"{n}.weight"]) for n in ("query", "key", "value"))
+    norm = lambda t: t / np.sqrt(np.mean(t**2, -1, keepdims=True) + 1e-3)  # noqa: E731
     q, k = norm(q) * w["query_norm.weight"][None, None, None], norm(k)
-    s = 2.0 * jnp.tanh(0.7 * jnp.einsum("bnth,bnsh->bnts", q, k) / 2.0)
-    at = jnp.arange(9)
+    s = 2.0 * np.tanh(0.7 * np.einsum("bnth,bnsh->bnts", q, k) / 2.0)
+    at = np.arange(9)
     visible = (at[None] <= at[:, None]) & (at[None] > at[:, None] - 3)
-    p = jax.nn.softmax(jnp.where(visible[None, None], s, -jnp.inf), -1)
-    expected = jnp.einsum("bnts,bnsh,nhd->btd", p, v, w["output.weight"])
-    np.testing.assert_allclose(layer(x, Context())[0], expected, rtol=1e-5, atol=1e-6)
+    p = np.where(visible[None, None], np.exp(s), 0)
+    p = p / p.sum(-1, keepdims=True)
+    expected = np.einsum("bnts,bnsh,nhd->btd", p, v, w["output.weight"])
+    np.testing.assert_allclose(run(layer, x, Context())[0], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow_cases("settings1-post", "settings0-pre", "settings4-scaled", "settings5-scaled-sum")
@@ -149,9 +159,10 @@ def test_attention_parts():
 )
 def test_blocks_normalise_where_they_are_told_to(settings, expected):
     layer = build(TransformerLayer.Config(attention=Attention.Config(num_heads=2), **settings), input_dim=8)
-    x = normal(1, 5, 8)
-    rms = lambda t: t / jnp.sqrt(jnp.mean(t**2, -1, keepdims=True) + 1e-6)  # noqa: E731
-    for half in (lambda y: layer.attention(y, Context())[0], layer.feed_forward):
+    x = np.asarray(normal(1, 5, 8))
+    rms = lambda t: t / np.sqrt(np.mean(t**2, -1, keepdims=True) + 1e-6)  # noqa: E731
+    halves = lambda y: run(layer.attention, y, Context())[0], lambda y: run(layer.feed_forward, y)
+    for half in halves:
         x = {
             "pre": lambda x, f: x + f(rms(x)),
             "post": lambda x, f: x + rms(f(x)),
@@ -159,8 +170,8 @@ def test_blocks_normalise_where_they_are_told_to(settings, expected):
             "sum": lambda x, f: rms(x + f(x)),
             "scaled": lambda x, f: x + 0.25 * rms(f(rms(x))),
             "scaled-sum": lambda x, f: rms(x + 0.25 * f(rms(x))),
-        }[expected](x, half)
-    np.testing.assert_allclose(layer(normal(1, 5, 8), Context())[0], x, rtol=1e-5, atol=1e-5)
+        }[expected](x, lambda y, half=half: np.asarray(half(y)))
+    np.testing.assert_allclose(run(layer, normal(1, 5, 8), Context())[0], x, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

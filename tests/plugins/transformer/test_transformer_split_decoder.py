@@ -26,16 +26,27 @@ def test_a_decoder_finishes_only_the_tokens_that_somebody_asks_for(tiny, build):
         np.testing.assert_allclose(decoder.finish(begun[:, some]), expected[:, some], rtol=1e-5, atol=1e-5)
 
 
+def run(decoder, tokens, length):
+    """Return the results of `begin` and of the whole decoder, each from a program of its own."""
+    empty = Cache.empty(decoder.cache_spec(), 1, length)
+    begin = jax.jit(lambda tokens, cache: decoder.begin(tokens, Context(), cache)[0])
+    whole = jax.jit(lambda tokens, cache: decoder(tokens, Context(), cache)[0])
+    return begin(tokens, empty), whole(tokens, empty)
+
+
+def finish(decoder, begun):
+    return jax.jit(decoder.finish)(begun)
+
+
 @pytest.mark.fast_cases("2")
 @pytest.mark.parametrize("layers", [1, 2])
 def test_stacked_layers_and_a_single_one_are_run_whole(tiny, build, layers):
     decoder = build(tiny({"decoder.num_layers": layers})).decoder
     decoder = decoder.unstacked() if layers == 1 else decoder
     tokens = jnp.asarray([[3, 1, 4]])
-    begun, _ = decoder.begin(tokens, Context(), Cache.empty(decoder.cache_spec(), 1, 4))
-    expected, _ = decoder(tokens, Context(), Cache.empty(decoder.cache_spec(), 1, 4))
+    begun, expected = run(decoder, tokens, 4)
     np.testing.assert_array_equal(begun, expected)
-    np.testing.assert_array_equal(decoder.finish(begun), expected)
+    np.testing.assert_array_equal(finish(decoder, begun), expected)
 
 
 class AddingLayer(TransformerLayer):
@@ -102,7 +113,6 @@ def test_a_layer_is_taken_apart_if_its_own_class_states_its_halves(tiny, kind, a
     decoder = cfg.build(rngs=nnx.Rngs(0)).decoder.unstacked()
     decoder.eval()
     tokens = jnp.asarray([[3, 1, 4, 1, 5]])
-    expected, _ = decoder(tokens, Context(), Cache.empty(decoder.cache_spec(), 1, 8))
-    begun, _ = decoder.begin(tokens, Context(), Cache.empty(decoder.cache_spec(), 1, 8))
+    begun, expected = run(decoder, tokens, 8)
     assert np.array_equal(begun, expected) is not apart
-    np.testing.assert_allclose(decoder.finish(begun), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(finish(decoder, begun), expected, rtol=1e-5, atol=1e-5)

@@ -1,5 +1,6 @@
 """DPO and distillation: formulas, frozen parameters, and complete runs."""
 
+import functools
 import json
 import math
 
@@ -30,9 +31,8 @@ def program(*features, devices=1, shape=None, **settings):
 def moved(trainer, seed=2):
     """Return a state whose model has moved from its start."""
     state, rng = trainer.init(0), np.random.default_rng(seed)
-    return state.replace(
-        params={p: x + 0.1 * rng.standard_normal(x.shape).astype(np.float32) for p, x in state.params.items()}
-    )
+    params = {p: x + 0.1 * rng.standard_normal(x.shape, np.float32) for p, x in jax.device_get(state.params).items()}
+    return state.replace(params=jax.device_put(params, {p: x.sharding for p, x in state.params.items()}))
 
 
 def loss(trainer, state):
@@ -53,9 +53,14 @@ def shardings(trainer):
     return jax.tree.map(lambda s: s.sharding, trainer.trained_spec)
 
 
+@functools.lru_cache(maxsize=1)
+def compile_logits(functional):
+    return jax.jit(lambda params, tokens: functional.bind(params)(tokens))
+
+
 def log_softmax(trainer, params, tokens, temperature=1.0):
     """Return the log-probabilities of the model with these parameters, float64 [B, S, V]."""
-    logits = np.asarray(trainer.functional.bind(params)(tokens), np.float64) / temperature
+    logits = np.asarray(compile_logits(trainer.functional)(params, tokens), np.float64) / temperature
     logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
@@ -116,7 +121,7 @@ def test_dpo_is_its_formula(smoothing):
     np.testing.assert_allclose(held_out["loss_sum"] / held_out["weight"], np.log1p(np.exp(-margin)).mean(), rtol=1e-5)
 
 
-@pytest.mark.fast_cases("features2")
+@pytest.mark.slow  # a run from the command line starts with the same loss
 @pytest.mark.parametrize("features", [(PAIRS,), (PAIRS, "lora:rank=2"), (PAIRS, "dropout:rate=0.0")])
 def test_the_first_loss_of_dpo_is_ln_2(features):
     trainer = program(*features)

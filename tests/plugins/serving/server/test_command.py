@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 from click.testing import CliRunner
 
@@ -142,6 +141,8 @@ def test_options_reach_the_server(monkeypatch):
 
 @pytest.mark.slow
 def test_the_life_of_a_server(run_dir, tmp_path):
+    import openai  # takes half a second, so not while tests are collected
+
     loaded = load(run_dir)
     prompts = ["def ", "import ", "class A:\n"]
     expected = [loaded.generate(prompt, max_tokens=12) for prompt in prompts]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import httpx
-import openai
 import pytest
 from click.testing import CliRunner
 
@@ -51,6 +50,8 @@ def test_options_that_do_not_go_together(tmp_path):
 @pytest.mark.slow
 @needs("ray", "fastapi")  # installed by ray[serve]
 def test_two_replicas_answer(tmp_path):
+    import openai  # takes half a second, so not while tests are collected
+
     run, port = tmp_path / "run", free_port()
     settings = {"model.decoder.num_layers": 1, "model.decoder.hidden_dim": 32, "evaluators": {}}
     settings |= {"input.sequence_length": 32, "input.batch_size": 8}

@@ -4,7 +4,6 @@ import concurrent.futures
 import json
 
 import httpx
-import openai
 import pytest
 
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate
@@ -27,6 +26,8 @@ def scripted():
 
 @pytest.fixture
 def client(scripted):
+    import openai  # takes half a second, so not while tests are collected
+
     with openai.OpenAI(base_url=scripted.url + "/v1", api_key="any", max_retries=0, timeout=30) as client:
         yield client
 
@@ -40,6 +41,8 @@ def hashed(prompt, count):
 
 
 def test_models(client):
+    import openai
+
     models = list(client.models.list())
     assert [m.id for m in models] == ["tiny", "polite"]
     assert models[0].model_extra["max_model_len"] == 512
@@ -239,6 +242,8 @@ def test_log_probabilities_of_a_chat(client):
 
 
 def test_tools_go_through_the_template(tmp_path):
+    import openai
+
     (tmp_path / "t.jinja").write_text(
         "{% for t in tools or [] %}T:{{ t.function.name }} {{ t.function.parameters | tojson }}\n{% endfor %}"
         "{% for m in messages %}{{ m.role }}={{ m.content }}"
@@ -305,6 +310,8 @@ SCHEMA = {
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "python"])
 def test_json_that_meets_a_schema(tokenizer):
+    import openai
+
     config = ByteTokenizer.Config() if tokenizer == "bytes" else TokenizerJson.Config(builtin="python-2k")
     tokenizer = config.build()
     engine = FakeEngine(vocab_size=tokenizer.vocab_size + 40, max_context=2000)
@@ -333,6 +340,8 @@ def test_json_that_meets_a_schema(tokenizer):
 
 
 def test_responses(client, scripted):
+    import openai
+
     response = client.responses.create(model="tiny", input="Hi", instructions="Be brief.", max_output_tokens=100)
     assert response.output_text == TEXT
     assert response.status == "completed"
@@ -379,6 +388,8 @@ def test_metrics_and_health(client, scripted):
 
 
 def test_outputs_do_not_depend_on_other_requests():
+    import openai
+
     with (
         serving(FakeEngine(max_context=512)) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="any") as client,

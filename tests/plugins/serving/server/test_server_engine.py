@@ -4,7 +4,6 @@ import asyncio
 import random
 
 import httpx
-import openai
 import pytest
 
 import axlearn_core as ax
@@ -76,6 +75,8 @@ def test_mixed_traffic_leaves_the_pool_whole(opened):
 
 @pytest.mark.slow
 def test_prompts_are_scored_as_they_are_generated(opened):
+    import openai  # takes half a second, so not while tests are collected
+
     model = opened()
     with (
         serving(model.engine, tokenizer=model.tokenizer) as server,

@@ -12,8 +12,8 @@ from support import api_runs
 from support.written_runs import write_run
 
 ARRAYS = {
-    "float": jnp.linspace(-1, 1, 300, dtype=jnp.float32).reshape(3, 100),
-    "half": jnp.linspace(0, 1, 64, dtype=jnp.bfloat16),
+    "float": jnp.asarray(np.linspace(-1, 1, 300, dtype=np.float32).reshape(3, 100)),
+    "half": jnp.asarray(np.linspace(0, 1, 64).astype(jnp.bfloat16)),
     "four": jnp.asarray([1, 2, 3], jnp.int4),
     "flags": jnp.asarray([True, False, True]),
     "count": jnp.asarray(5, jnp.int32),
@@ -30,18 +30,19 @@ def test_equal_arrays_have_equal_sketches():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "change"),
     [
-        ("float", ARRAYS["float"].at[1, 7].add(1e-6)),
-        ("half", ARRAYS["half"].at[3].multiply(-1)),
-        ("four", jnp.asarray([1, 3, 3], jnp.int4)),
-        ("flags", jnp.asarray([True, True, False])),
-        ("count", jnp.asarray(6, jnp.int32)),
-        ("float", ARRAYS["float"].at[0, 0].set(jnp.nan)),
-        ("float", ARRAYS["float"][:, ::-1]),
+        ("float", lambda x: x.at[1, 7].add(1e-6)),
+        ("half", lambda x: x.at[3].multiply(-1)),
+        ("four", lambda x: jnp.asarray([1, 3, 3], jnp.int4)),
+        ("flags", lambda x: jnp.asarray([True, True, False])),
+        ("count", lambda x: jnp.asarray(6, jnp.int32)),
+        ("float", lambda x: x.at[0, 0].set(jnp.nan)),
+        ("float", lambda x: x[:, ::-1]),
     ],
 )
-def test_one_changed_element_changes_the_sketch(name, value):
+def test_one_changed_element_changes_the_sketch(name, change):
+    value = change(ARRAYS[name])
     assert sketch(state()).compare(sketch(state(**{name: value}))).keys() == {f"params.{name}"}
 
 

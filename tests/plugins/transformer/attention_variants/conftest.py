@@ -1,7 +1,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -57,7 +56,7 @@ def run():
 
 def normal(*shape, seed=0):
     """Draw random numbers with NumPy, which does not compile anything."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 @pytest.fixture(name="normal")
@@ -75,7 +74,7 @@ def layer():
             nnx.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0), precision=Precision(), input_dim=width))
         )
         leaves, tree = jax.tree.flatten(state)
-        values = [0.4 * normal(*leaf.shape, seed=i) + float(leaf.ndim == 1) for i, leaf in enumerate(leaves)]
-        return nnx.merge(graph, tree.unflatten(values))
+        values = [0.4 * np.asarray(normal(*leaf.shape, seed=i)) + (leaf.ndim == 1) for i, leaf in enumerate(leaves)]
+        return nnx.merge(graph, tree.unflatten(jax.device_put([v.astype(np.float32) for v in values])))
 
     return layer

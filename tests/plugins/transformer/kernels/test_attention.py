@@ -24,7 +24,13 @@ def reference(q, k, v, visible, scale, softcap):
 
 def operands(length, heads=4, kv_heads=2, size=8, dtype=jnp.float32, batch=2, keys=None):
     shapes = [(batch, length, heads, size)] + [(batch, keys or length, kv_heads, size)] * 2
-    return [jax.random.normal(jax.random.key(i), s).astype(dtype) for i, s in enumerate(shapes)]
+    draws = [np.random.default_rng(i).standard_normal(s, np.float32) for i, s in enumerate(shapes)]
+    return [jax.device_put(x.astype(dtype)) for x in draws]
+
+
+def run(q, k, v, kernel=None, **options):
+    """Run the op in one program."""
+    return jax.jit(lambda q, k, v: AttentionOp(q, k, v, **options).run(kernel))(q, k, v)
 
 
 IDS = jnp.asarray(np.repeat([[1, 2, 2, 3], [1, 1, 1, 2]], 64, axis=1), jnp.int32)
@@ -44,7 +50,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_reference_is_softmax_attention(mask, kv_heads, softcap):
     q, k, v = operands(256, kv_heads=kv_heads)
-    actual = AttentionOp(q, k, v, mask=mask, scale=0.3, softcap=softcap).run("xla")
+    actual = run(q, k, v, "xla", mask=mask, scale=0.3, softcap=softcap)
     expected = reference(q, k, v, np.asarray(mask.materialize((0, 256), (0, 256))), 0.3, softcap)
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
@@ -104,12 +110,12 @@ def test_blocked_multiplies_only_blocks_that_are_visible():
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_queries_at_given_slots_are_rows_of_the_whole(kv_heads):
     q, k, v = operands(9, kv_heads=kv_heads)
-    whole = AttentionOp(q, k, v, mask=Causal(), scale=1.0).run()
-    slots = jnp.asarray([[6], [3]], jnp.int32)
-    queries = jnp.take_along_axis(q, slots[:, :, None, None], axis=1)
-    keys = jnp.arange(9, dtype=jnp.int32)[None]
-    one = AttentionOp(queries, k, v, mask=Causal(), scale=1.0, query_slots=slots, key_slots=keys).run()
-    np.testing.assert_allclose(one, jnp.take_along_axis(whole, slots[:, :, None, None], axis=1), rtol=1e-5, atol=1e-6)
+    whole = np.asarray(run(q, k, v, mask=Causal(), scale=1.0))
+    slots = np.asarray([[6], [3]], np.int32)
+    queries = np.take_along_axis(np.asarray(q), slots[:, :, None, None], axis=1)
+    keys = np.arange(9, dtype=np.int32)[None]
+    one = run(queries, k, v, mask=Causal(), scale=1.0, query_slots=jnp.asarray(slots), key_slots=jnp.asarray(keys))
+    np.testing.assert_allclose(one, np.take_along_axis(whole, slots[:, :, None, None], axis=1), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -146,19 +152,20 @@ def test_a_sink_takes_weight_like_a_key_without_a_value(kernel):
     q, k, v = operands(256)
     mask = Causal() & SlidingWindow(100)
     visible = np.asarray(mask.materialize((0, 256), (0, 256)))
-    actual = AttentionOp(q, k, v, mask=mask, scale=0.3, sinks=SINKS, log_sum_exp=True).run(kernel)
+    actual = run(q, k, v, kernel, mask=mask, scale=0.3, sinks=SINKS, log_sum_exp=True)
     expected = with_an_empty_key(q, k, v, visible, SINKS, 0.3)
     for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
 def test_parts_of_the_keys_combine_by_their_log_sum_exp():
-    q, k, v = operands(64)
-    whole = AttentionOp(q, k, v, mask=Full(), scale=0.3).run()
+    q, k, v = map(np.asarray, operands(64))
+    whole = run(q, k, v, mask=Full(), scale=0.3)
     parts = [
-        AttentionOp(q, k[:, part], v[:, part], mask=Full(), scale=0.3, log_sum_exp=True).run()
+        run(q, k[:, part], v[:, part], mask=Full(), scale=0.3, log_sum_exp=True)
         for part in (slice(0, 20), slice(20, 64))
     ]
-    weights = jax.nn.softmax(jnp.stack([log_sum_exp for _, log_sum_exp in parts]), axis=0)
-    combined = sum(w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True))
+    weights = np.exp(np.stack([log_sum_exp for _, log_sum_exp in parts]))
+    weights = weights / weights.sum(axis=0)
+    combined = sum(w[..., None] * np.asarray(out) for w, (out, _) in zip(weights, parts, strict=True))
     np.testing.assert_allclose(combined, whole, rtol=2e-5, atol=2e-5)

@@ -110,7 +110,7 @@ def test_a_fault_that_float32_hides_is_found(monkeypatch):
 def test_a_false_alarm_by_rounding_is_cleared(monkeypatch):
     monkeypatch.setitem(training_step.FLOOR, "float32", 1e-12)
     monkeypatch.setitem(training_step.EPSILON, "float32", 0.0)
-    sample, checked = case(), proof_cases.load_property("scan")
+    sample, checked = case(), proof_cases.load_property("microbatches")
     assert not checked._check(sample, sample.config).holds
     outcome = checked.check(sample)
     assert outcome.holds

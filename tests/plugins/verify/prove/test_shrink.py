@@ -35,7 +35,7 @@ def classes(config):
 
 def test_a_large_model_becomes_small_and_keeps_its_layers():
     config = ax.resolve("llama3-8b").config
-    shrunk = shrink(config)
+    shrunk = small("llama3-8b")
     assert parameters(shrunk.config) < 50_000
     assert classes(shrunk.config) == classes(config)
     attention = get(shrunk.config, "model.decoder.layer.attention")
@@ -86,7 +86,10 @@ def test_cached_pages_are_shorter_than_the_rows():
 
 
 def test_experts_compete_in_groups_as_before():
-    layer = get(small("deepseek-v3").config, "model.decoder.layer.feed_forward.children.0")
+    config = ax.resolve("quickstart", with_=("moe:num_experts=256,top_k=8",)).config
+    router = "model.decoder.layer.feed_forward.router"
+    config = patch(config, {f"{router}.num_groups": 8, f"{router}.top_groups": 4})
+    layer = get(shrink(config).config, "model.decoder.layer.feed_forward")
     assert (layer.num_experts, layer.top_k) == (4, 2)
     assert (layer.router.num_groups, layer.router.top_groups) == (2, 1)
 
@@ -160,8 +163,9 @@ def test_a_size_that_cannot_be_shrunk_is_named(monkeypatch):
 
     monkeypatch.setattr(shrinking, "describe_structure", describe)
     monkeypatch.setattr(shrinking, "_attempts", lambda config: iter(()))
-    config = ax.resolve("llama2-7b").config
-    with pytest.raises(RequestError, match=r"model\.decoder\.hidden_dim: cannot be shrunk[\s\S]*got: 4096[\s\S]*fix: "):
+    sizes = {"model.decoder.hidden_dim": 4098, "model.decoder.layer.attention.head_dim": 32}
+    config = patch(ax.resolve("quickstart").config, sizes)
+    with pytest.raises(RequestError, match=r"model\.decoder\.hidden_dim: cannot be shrunk[\s\S]*got: 4098[\s\S]*fix: "):
         shrink(config)
 
 

@@ -36,8 +36,9 @@ class LatentCacheSuite(KVCacheSuite):
         Queries are [B, S, N, L]. Latents [B, S, 1, L] are keys and values.
         """
         rng = np.random.default_rng(0)
-        query, key = (jnp.asarray(rng.standard_normal((B, S, n, L), np.float32), dtype) for n in (N, 1))
-        return AttentionOp(query, key, key[..., :R], mask=mask or Causal(), scale=L**-0.5, **options)
+        query, key = (rng.standard_normal((B, S, n, L), np.float32).astype(jnp.dtype(dtype)) for n in (N, 1))
+        query, key, value = jax.device_put((query, key, key[..., :R]))
+        return AttentionOp(query, key, value, mask=mask or Causal(), scale=L**-0.5, **options)
 
     def empty(self, dtype: str = "float32") -> Any:
         """Return an empty cache of `length` slots."""
