@@ -71,6 +71,8 @@ class Qwen3Next(Family):
         every, kinds = hf.get(INTERVAL), hf.get("layer_types")
         if every is None:
             every = kinds.index("full_attention") + 1 if kinds and "full_attention" in kinds else 4
+        if every < 2:
+            raise unsupported(INTERVAL, every, ["at least 2"])
         count = hf.need("num_hidden_layers")
         expected = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
         if (kinds or expected) != expected:
@@ -113,8 +115,8 @@ class Qwen3Next(Family):
     def export_keys(self, config: Any) -> Json:
         """Return the `config.json` keys; the inverse of `features` and `settings`."""
         decoder = config.model.decoder
-        *_, linear, attention = decoder.layer.attention.children
-        every, rope = len(decoder.layer.attention.children), write_rope(attention.position)
+        children = decoder.layer.attention.children
+        linear, attention, every = children[0], children[-1], len(children)
         return {
             "layer_types": [
                 "linear_attention" if (i + 1) % every else "full_attention" for i in range(decoder.num_layers)
@@ -126,10 +128,10 @@ class Qwen3Next(Family):
             "head_dim": attention.head_dim or decoder.hidden_dim // attention.num_heads,
             "linear_num_value_heads": linear.num_heads,
             "linear_num_key_heads": linear.num_key_heads or linear.num_heads,
-            "linear_key_head_dim": linear.key_dim,
+            "linear_key_head_dim": linear.key_dim or decoder.hidden_dim // linear.num_heads,
             "linear_value_head_dim": linear.value_dim or linear.key_dim,
             "linear_conv_kernel_dim": linear.convolution.width,
-            "rope_parameters": {**rope, ROTARY: attention.position.fraction},
+            "rope_parameters": {**write_rope(attention.position), ROTARY: attention.position.fraction},
             "intermediate_size": 3 * decoder.hidden_dim,
         }
 
