@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 import axlearn_core as ax
 from axlearn_core.extend import ConfigError, Context, Functional, Mesh, Precision, compose, find
@@ -38,7 +39,10 @@ class TestHeadGatedAttention(LayerSuite):
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     """Return a random model that transformers writes, with its logits and its greedy tokens."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch, transformers = (
+        pytest.importorskip("torch", reason="needs torch"),
+        pytest.importorskip("transformers", reason="needs transformers"),
+    )
     torch.manual_seed(0)
     model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**TOY)).eval()
     with torch.no_grad():
@@ -117,7 +121,10 @@ def test_the_paged_engine_gives_the_same_tokens(toy, imported):
 
 @pytest.mark.slow
 def test_an_export_contains_the_same_tensors(toy, tmp_path):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch, transformers = (
+        pytest.importorskip("torch", reason="needs torch"),
+        pytest.importorskip("transformers", reason="needs transformers"),
+    )
     import_run(toy[0], tmp_path / "run", set=FLOAT32)
     export_run(tmp_path / "run", tmp_path / "exported")
     before, after = (
@@ -129,10 +136,9 @@ def test_an_export_contains_the_same_tensors(toy, tmp_path):
 
 @pytest.mark.slow
 def test_layers_that_predict_more_tokens_are_ignored(toy, tmp_path):
-    numpy = pytest.importorskip("safetensors.numpy")
     folder = shutil.copytree(toy[0], tmp_path / "toy")
-    tensors = numpy.load_file(folder / "model.safetensors")
-    numpy.save_file({**tensors, "mtp.fc.weight": np.zeros((4, 4), np.float32)}, folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "mtp.fc.weight": np.zeros((4, 4), np.float32)}, folder / "model.safetensors")
     assert "mtp.fc.weight" not in open_model(folder).tensors
 
 

@@ -70,7 +70,7 @@ class Qwen3Next(Family):
         """Return n, if every nth layer has attention. Raise `ConfigError` if the layers have another order."""
         every, kinds = hf.get(INTERVAL), hf.get("layer_types")
         if every is None:
-            every = kinds.index("full_attention") + 1 if kinds and "full_attention" in kinds else 4
+            every = max(kinds.index("full_attention") + 1, 2) if kinds and "full_attention" in kinds else 4
         if every < 2:
             raise unsupported(INTERVAL, every, ["at least 2"])
         count = hf.need("num_hidden_layers")
