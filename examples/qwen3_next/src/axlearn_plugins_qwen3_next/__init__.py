@@ -1,0 +1,1 @@
+"""Qwen3-Next, a plugin for axlearn-core."""
