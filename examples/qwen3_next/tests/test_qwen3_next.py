@@ -81,8 +81,8 @@ def test_the_published_size():
     config = ax.resolve("qwen3-next-80b-a3b").config
     count = sum(leaf.size for leaf in jax.tree.leaves(Functional.from_config(config.model).abstract))
     assert round(count / 1e9, 1) == 79.7
-    found, data = find_family(config)
-    assert (found.model_type, data["full_attention_interval"]) == ("qwen3_next", 4)
+    family, data = find_family(config)
+    assert (family.model_type, data["full_attention_interval"]) == ("qwen3_next", 4)
     assert data["rope_parameters"]["partial_rotary_factor"] == 0.25
 
 

@@ -413,7 +413,7 @@ def captioner(tiny, build):
     return model, {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1), "images": images}
 
 
-def test_inputs_and_losses_of_a_subclass_are_used_by_training_and_evaluation(tiny, build, run):
+def test_inputs_and_losses_of_a_subclass_reach_training_and_evaluation(tiny, build, run):
     model, batch = captioner(tiny, build)
     loss, report = run(model, batch, call=_loss)
     assert {"second_token", "cross_entropy"} <= report.keys()
