@@ -89,6 +89,14 @@ def test_weights_are_placed_on_many_devices(name, monkeypatch):
     assert all(np.array_equal(params[p], one[p]) for p in one)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_a_null_window_raises_an_error(name):
+    """The window would otherwise be the default of `interleave`."""
+    data = json.loads((HF_FIXTURES / name / "config.json").read_text())
+    with pytest.raises(RequestError, match=r"does not have sliding_window\n    got: null"):
+        family(data["model_type"]).resolve({**data, "sliding_window": None})
+
+
 def test_a_family_is_at_most_sixty_lines():
     for name in families():
         entry = registry().entry("components", PREFIX + name)

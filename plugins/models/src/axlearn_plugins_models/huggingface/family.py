@@ -62,13 +62,14 @@ class Settings(Mapping[str, Any]):
         return len(self.data)
 
     def need(self, key: str) -> Any:
-        """Return the value of a key. Raise `ConfigError` with the nearest names if it is missing."""
-        if (value := self.get(key, REQUIRED)) is REQUIRED:
+        """Return the value of a key. Raise `ConfigError` with the nearest names if it is missing or null."""
+        if (value := self.get(key)) is None:
             raise ConfigError(
                 Problem(
                     path="config.json",
                     message=f"does not have {key.replace('|', ' or ')}",
-                    nearest=nearest(key.split("|")[0], self.data),
+                    got="null" if key in self else None,
+                    nearest=nearest(key.split("|")[0], [k for k, v in self.data.items() if v is not None]),
                     fix="use the config.json that belongs to the weights",
                 )
             )
