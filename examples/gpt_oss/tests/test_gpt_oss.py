@@ -1,5 +1,6 @@
 """Tests of the layer, the family and the experiments. Run `pytest` after installing the package."""
 
+import json
 import math
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 
 import axlearn_core as ax
 from axlearn_core.extend import ConfigError, Context, Functional, Mesh, Precision, compose
-from axlearn_plugins_gpt_oss.experiments import YARN
+from axlearn_plugins_gpt_oss.experiments import PUBLISHED, YARN
 from axlearn_plugins_gpt_oss.layer import SinkAttention
 from axlearn_plugins_models.huggingface.family import family, find_family
 from axlearn_plugins_models.huggingface.import_export import export_run, import_run
@@ -58,10 +59,8 @@ def toy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def imported(toy):
-    """Return the bound model of the directory, in float32."""
-    source = open_model(toy[0], set=[*FLOAT32, "model.decoder.stack.mode=unrolled"])
-    state = compose(source.config, jax.devices()[:1]).state
-    return source.model.bind(source.read({**state.params, **state.variables}), {})
+    """Return the bound model of the directory."""
+    return bind(toy[0])
 
 
 def test_the_layer_is_its_formula():
@@ -86,10 +85,29 @@ def test_the_published_size():
     assert data["layer_types"][:2] == ["sliding_attention", "full_attention"]
 
 
+def test_the_published_config_json_is_the_experiment():
+    """The published file has the old keys of the position encoding."""
+    published = {k: v for k, v in PUBLISHED.items() if k != "rope_parameters"} | {
+        "rope_theta": 150_000, "rope_scaling": {k: v for k, v in YARN.items() if k != "rope_theta"},
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "experts_per_token": 4, "initial_context_length": 4096,
+        "attention_bias": True, "hidden_act": "silu", "swiglu_limit": 7.0, "tie_word_embeddings": False,
+        "max_position_embeddings": 131_072, "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+    resolved, unread = family("gpt_oss").resolve(published)
+    assert not unread
+    assert resolved.config.model == ax.resolve("gpt-oss-20b").config.model
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"layer_types": ["full_attention"] * 4}, {"hidden_act": "gelu"}, {"attention_bias": False}]
+    "wrong",
+    [
+        {"layer_types": ["full_attention"] * 4},
+        {"sliding_window": None},
+        {"hidden_act": "gelu"},
+        {"attention_bias": False},
+    ],
 )
-def test_other_orders_of_layers_raise_an_error(wrong):
+def test_unsupported_values_raise_an_error(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         family("gpt_oss").resolve({**TOY, **wrong})
 
@@ -99,6 +117,48 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(toy, imported):
     _, logits, tokens = toy
     np.testing.assert_allclose(imported(jnp.asarray([PROMPT]))[0], logits, rtol=1e-4, atol=1e-4)
     assert list(imported.generate(PROMPT, max_tokens=16)) == tokens
+
+
+def bind(directory):
+    """Return the bound model of a directory, in float32."""
+    source = open_model(directory, set=[*FLOAT32, "model.decoder.stack.mode=unrolled"])
+    state = compose(source.config, jax.devices()[:1]).state
+    return source.model.bind(source.read({**state.params, **state.variables}), {})
+
+
+@pytest.mark.slow
+def test_bfloat16_and_mxfp4_files_give_the_logits_of_transformers(tmp_path):
+    """A model in bfloat16, then with its experts in MXFP4; transformers converts the same blocks to floating point."""
+    torch, transformers = (
+        pytest.importorskip("torch", reason="needs torch"),
+        pytest.importorskip("transformers", reason="needs transformers"),
+    )
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4", reason="needs transformers with MXFP4")
+    torch.manual_seed(1)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**TOY | {"intermediate_size": 64})).to(
+        torch.bfloat16
+    )
+    model.save_pretrained(tmp_path)
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(TOY["vocab_size"])}, unk_token="w1")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+
+    def logits(reference):
+        with torch.no_grad():
+            return reference.float().eval()(torch.tensor([PROMPT])).logits[0].numpy()
+
+    path = tmp_path / "model.safetensors"
+    stored, settings = safetensors.load_file(path), json.loads((tmp_path / "config.json").read_text())
+    np.testing.assert_allclose(bind(tmp_path)(jnp.asarray([PROMPT]))[0], logits(model), rtol=1e-4, atol=1e-4)
+    for name in [n for n in stored if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 126, blocks.shape[:-1], dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        model.get_parameter(name).data = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    safetensors.save_file(stored, path, {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "quantization_config": {"quant_method": "mxfp4"}}))
+    np.testing.assert_allclose(bind(tmp_path)(jnp.asarray([PROMPT]))[0], logits(model), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow

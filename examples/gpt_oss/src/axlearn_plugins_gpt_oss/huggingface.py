@@ -54,7 +54,7 @@ class GptOss(d.RopeDecoder):
             raise unsupported("layer_types", kinds, [str(expected)])
         return {
             "replace": {"path": d.ATTENTION, "component": "gpt-oss-attention"},
-            "interleave": {"every": EVERY, "window": hf.get("sliding_window", 128)},
+            "interleave": {"every": EVERY, "window": hf.need("sliding_window")},
             "moe": {},
         }
 
