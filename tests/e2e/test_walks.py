@@ -26,11 +26,9 @@ TOOLS = (
     "axlearn_core.contracts.arrays",
     "axlearn_core.contracts.experiment",
     "axlearn_core.errors",
-    "axlearn_core.plugins.apply_settings",
     "axlearn_testing",
 )
-"""What every room uses: trees of nodes and the names of their parts, what an array is, errors. `resolve` edits trees through
-`apply_settings`."""
+"""Modules that all others use: trees of nodes and the names of their parts, checks for arrays, and errors."""
 
 
 class Walk:
@@ -133,7 +131,7 @@ def test_from_a_file_to_a_layer():
     model = Functional.from_config(weights.config)
     with Walk(carries_array) as entered:
         model.bind(dict(weights.read()))
-    assert_walk(entered, "How a weight gets from a Hugging Face file to a layer")
+    assert_walk(entered, "A weight, from a Hugging Face file to a layer")
 
 
 def test_from_a_state_to_a_checkpoint_and_back(tmp_path):
@@ -142,11 +140,11 @@ def test_from_a_state_to_a_checkpoint_and_back(tmp_path):
     with Walk(carries_array) as entered:
         checkpointer.save(1, state)
         checkpointer.wait()
-    assert_walk(entered, "How a state gets from the devices to a checkpoint")
+    assert_walk(entered, "A state, from the devices to a checkpoint")
     like = jax.eval_shape(lambda: state)
     with Walk(carries_array) as entered:
         checkpointer.restore(1, like)
-    assert_walk(entered, "How a state gets from a checkpoint to the devices")
+    assert_walk(entered, "A state, from a checkpoint to the devices")
     checkpointer.close()
 
 
@@ -156,9 +154,10 @@ def test_from_the_command_line_to_a_step_and_from_a_run_to_files(tmp_path):
     with Walk(carries_config, until="axlearn_core.compose.compiler", counts_all=True) as entered:
         result = CliRunner().invoke(cli, words)
     assert result.exit_code == 0, result.output
-    assert list(dict.fromkeys(entered)) == documented("How a config gets from the command line to the compiled step")
+    assert list(dict.fromkeys(entered)) == documented("A config, from the command line to the compiled step")
     again = [module for i, module in enumerate(entered) if module in entered[:i]]
-    assert again == ["axlearn_core.plugins.resolve", "axlearn_core.train.trainer", "axlearn_core.compose.objective"]
+    phase = ["axlearn_core.plugins.resolve", "axlearn_core.plugins.apply_settings"]
+    assert again == [*phase * 3, "axlearn_core.train.trainer", "axlearn_core.compose.objective"]
     with Walk(carries_array) as entered:
         export_run(tmp_path / "run", tmp_path / "directory")
-    assert_walk(entered, "How a weight gets from a checkpoint to a Hugging Face file")
+    assert_walk(entered, "A weight, from a checkpoint to a Hugging Face file")

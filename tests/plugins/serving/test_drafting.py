@@ -4,8 +4,9 @@ import random
 
 import pytest
 
+from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Request, Sampling
-from axlearn_plugins_serving.drafting import NgramDrafter
+from axlearn_plugins_serving.drafting import ModelDrafter, NgramDrafter
 from axlearn_plugins_serving.request_state import RequestState
 from support import fake_runner
 from support.engine_runs import END, engine, requests_at_random, run, tokens
@@ -69,3 +70,17 @@ def test_what_follows_equal_tokens_is_drafted():
     assert list(drafter.draft(state, 9)) == [9, 1, 2]
     state.tokens += [7]
     assert list(drafter.draft(state, 9)) == []
+
+
+def test_a_runner_without_heads_cannot_be_used_with_the_model_drafter():
+    message = r"does not draft tokens.*\n *got: .*a FakeRunner without drafts\n *fix: set serving.runner.drafts=true"
+    with pytest.raises(RequestError, match=message):
+        engine(settings={"drafter": ModelDrafter.Config()})
+
+
+def test_the_model_drafter_drafts_what_the_last_step_returned():
+    state = RequestState(Request(id="a", prompt=(1, 2)), seed=0, arrival=0, limit=9)
+    state.drafts = (5, 6, 7)
+    assert ModelDrafter.Config().build().draft(state, 9) == (5, 6, 7)
+    assert ModelDrafter.Config().build().draft(state, 2) == (5, 6)
+    assert ModelDrafter.Config(length=1).build().draft(state, 9) == (5,)

@@ -401,7 +401,7 @@ def _lost_subclass(path: str, subclass: type, kind: type, new: type) -> Problem:
         path=path,
         message=f"would be lost: {new.__qualname__} does not compute what {subclass.__qualname__} adds",
         got=f"{subclass.__qualname__}, a subclass of {kind.__qualname__}",
-        expected=f"a {kind.__qualname__}",
+        expected=kind.__qualname__,
         fix="remove this replacement, or the component; a feature can discard it with drop='type'",
     )
 

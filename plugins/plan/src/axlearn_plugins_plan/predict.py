@@ -102,19 +102,18 @@ class Prediction:
 @cache
 def load_measurements() -> tuple[tuple[Step, ...], Model]:
     """Load the steps and the fitted coefficients from `steps.toml`."""
-    table = tomllib.loads(files("axlearn_plugins_plan").joinpath("steps.toml").read_text("utf-8"))
+    table = _load_table()
     return tuple(Step(**row) for row in table["step"]), Model(**table["model"])
 
 
 @cache
-def load_ops() -> frozenset[str]:
-    """Load the names of the ops that the known steps ran."""
-    return frozenset(tomllib.loads(files("axlearn_plugins_plan").joinpath("steps.toml").read_text("utf-8"))["ops"])
+def _load_table() -> Mapping[str, Any]:
+    return tomllib.loads(files("axlearn_plugins_plan").joinpath("steps.toml").read_text("utf-8"))
 
 
 def unknown_ops(choices: Iterable[Choice]) -> tuple[str, ...]:
     """Return the names of the ops in a program that no known step ran."""
-    return tuple(sorted({choice.op.name for choice in choices} - load_ops()))
+    return tuple(sorted({choice.op.name for choice in choices} - {*_load_table()["ops"]}))
 
 
 def predict(

@@ -325,6 +325,17 @@ class HasConfig(Protocol):
 
 
 @runtime_checkable
+class RunsHeads(Protocol):
+    """A runner that can draft tokens with heads of its model.
+
+    Attributes:
+        drafts: Whether results contain drafts; see `RowResult.drafts`.
+    """
+
+    drafts: bool
+
+
+@runtime_checkable
 class HasWindow(Protocol):
     """A runner whose model has sliding-window attention.
 

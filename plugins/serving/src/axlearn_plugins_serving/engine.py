@@ -28,10 +28,11 @@ from axlearn_plugins_serving.contracts import (
     Request,
     Row,
     Runner,
+    RunsHeads,
     Statistics,
     SubmittedStep,
 )
-from axlearn_plugins_serving.drafting import Drafter, add_drafts, can_draft
+from axlearn_plugins_serving.drafting import Drafter, ModelDrafter, add_drafts, can_draft
 from axlearn_plugins_serving.measure import Meter
 from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.results import constraint_mask, read_part
@@ -107,7 +108,7 @@ class ServingEngine(Configurable):
             positions=min(runner.max_blocks_per_request, runner.num_blocks) * runner.block_size,
         )
         self.scheduler: Scheduler = cfg.scheduler.build(cache=self.cache, limits=self.limits)
-        self.drafter: Drafter | None = None if cfg.drafter is None else cfg.drafter.build()
+        self.drafter: Drafter | None = _build_drafter(cfg, runner)
         self.meter = Meter()
         self._states: dict[str, RequestState] = {}
         self._arrivals = itertools.count()
@@ -345,6 +346,18 @@ def _build_row(part: Part, mask: Any, *, token_known: bool) -> Row:
         slot=state.slot, tokens=tokens, start=part.start, blocks=state.blocks, sample=part.sample, mask=mask,
         targets=targets, verifies=bool(part.draft),
     )  # fmt: skip
+
+
+def _build_drafter(cfg: ServingEngine.Config, runner: Runner) -> Drafter | None:
+    """Build the drafter. Raise `RequestError` if it needs drafts that the runner does not compute."""
+    drafts = isinstance(runner, RunsHeads) and runner.drafts
+    if isinstance(cfg.drafter, ModelDrafter.Config) and not drafts:
+        raise RequestError(
+            "the runner does not draft tokens with heads of the model\n"
+            f"    got: serving.drafter=model-drafter, and a {type(runner).__qualname__} without drafts\n"
+            "    fix: set serving.runner.drafts=true, or serving.drafter=ngram-drafter or null"
+        )
+    return None if cfg.drafter is None else cfg.drafter.build()
 
 
 def _snapshots(cfg: ServingEngine.Config, runner: Runner) -> Snapshots | None:

@@ -170,6 +170,7 @@ class ModelRunner(Configurable):
         self.program = RunnerProgram.for_program(program, cfg, model)
         self.buckets, self.window = self.program.buckets, read_window(self.program.cache_spec)
         self.prefix = read_prefix(self.program.cache_spec)
+        self.drafts = cfg.drafts
         self.num_snapshots = cfg.total_snapshots if has_states(self.program.cache_spec) else None
         for note in self.program.notes():
             log_message(f"note: {note}")

@@ -11,9 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""Value of each code of a 4-bit float."""
-_PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], axis=-1).view(np.uint64).reshape(-1)
+_E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+_PAIRS = np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], axis=-1).view(np.uint64).reshape(-1)
 """Two values for each byte, as one number of 64 bits, because looking up one number is faster."""
 _PART = 1 << 16
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)

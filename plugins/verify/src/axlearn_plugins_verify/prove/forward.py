@@ -15,7 +15,7 @@ from axlearn_core.config.roles import CompetingTokensRole
 from axlearn_core.config.tree import children
 from axlearn_core.contracts.capabilities import DeclaresBatches, HasVocabulary
 from axlearn_core.contracts.experiment import get_input_config
-from axlearn_plugins_transformer.cache_spec import KeepsCache
+from axlearn_plugins_transformer.cache_spec import KeepsCache, read_prefix
 from axlearn_plugins_transformer.causal_lm import LanguageModel
 from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
@@ -54,8 +54,7 @@ def competing_tokens(case: Any) -> str | None:
 def prefix_length(case: Any) -> int:
     """Return the number of leading tokens of each row that attend to one another in both directions."""
     model = case.program().functional.describe()
-    spec = model.cache_spec() if isinstance(model, KeepsCache) else ()
-    return max((entry.prefix for entry in jax.tree.leaves(spec)), default=0)
+    return read_prefix(model.cache_spec()) if isinstance(model, KeepsCache) else 0
 
 
 def all_in_prefix(case: Any) -> str | None:
