@@ -16,7 +16,7 @@ from axlearn_core.plugins.resolve import Resolved, resolve
 
 @attrs.frozen
 class Dropped:
-    """An effect of a feature that is missing from the config, although no other feature declares that it replaces it.
+    """A feature's effect that is missing from the config, although no other feature declares that it replaces the effect.
 
     Attributes:
         feature: Name of the feature.

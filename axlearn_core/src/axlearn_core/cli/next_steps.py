@@ -30,7 +30,7 @@ def after_training(run_dir: str, request: Request) -> list[str]:
 
 
 def after_import(run_dir: str) -> list[str]:
-    """Return commands that use a run with the weights of another run or model, and that continue training it."""
+    """Return commands that use or continue a run whose weights come from another run or model."""
     config: Any = Run(run_dir).config
     return [*_use_commands(run_dir, config), train_command(run_dir, config)]
 

@@ -16,7 +16,7 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     # activations
     "batch": ("data", "fsdp", "expert"),
     "sequence": ("seq",),
-    "residual_sequence": ("seq",),  # the sequence between blocks, where each position is processed separately
+    "residual_sequence": ("seq",),  # the sequence between blocks, which process positions separately
     "activation_embed": (),
     "activation_mlp": ("tensor",),
     "activation_heads": ("tensor",),

@@ -16,7 +16,10 @@ from axlearn_plugins_gpu.choices import NOT_MEASURED
 
 @attrs.frozen(kw_only=True)
 class Blocks:
-    """Block sizes for a matmul [m, k] x [k, n]: `warps` compute one block of the result, over blocks of k in `stages`."""
+    """Block sizes for a matmul [m, k] x [k, n].
+
+    Each block of the result is computed by `warps` warps, which loop over blocks of k in a pipeline with `stages` stages.
+    """
 
     m: int
     n: int

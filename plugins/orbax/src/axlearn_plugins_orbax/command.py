@@ -41,7 +41,7 @@ def export_orbax(
     "--config",
     required=True,
     metavar="EXPERIMENT|FILE.yaml|RUN_DIR",
-    help="Experiment with the same parameters.",
+    help="Experiment whose model has the same parameters as the checkpoint.",
 )
 @click.option("--with", "with_", multiple=True, metavar="FEATURE[:key=value,...]", help="Add a feature.")
 @click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a config value of the new run.")

@@ -79,7 +79,10 @@ def find_parity_problem(program: Program | ModelProgram) -> str | None:
     if program.mesh.rules:
         return "the rules of its mesh may split sums"
     if not has_wide_maps(model, mesh.size):
-        return "XLA sums narrow maps in a different order: each needs 768 inputs, a multiple of 256, and multiples of 128 outputs"
+        return (
+            "XLA sums narrow maps in a different order: each map needs 768 or more inputs, a multiple of 256, "
+            "and a multiple of 128 outputs"
+        )
     if find(model.cfg, Alibi):
         return "position biases have not been tested"
     return None

@@ -25,7 +25,7 @@ def engine_config(settings: Sequence[Setting], max_queue: int | None = None) -> 
     edits: dict[str, Any] = {} if max_queue is None else {f"{PREFIX}max_waiting": max_queue}
     for setting in settings:
         if not setting.path.startswith(PREFIX):
-            raise RequestError(f"{setting.location}: not a path of the engine\n    expected: serving.PATH=VALUE")
+            raise RequestError(f"{setting.location}: not a setting of the engine\n    expected: serving.PATH=VALUE")
         edits[setting.path] = setting.value
     config = patch({"serving": ServingEngine.Config()}, edits, Decoder(registry()).decode_value)["serving"]
     check(config)

@@ -102,7 +102,8 @@ def main() -> None:
         environment = ENVIRONMENTS[scheduler](os.environ)
     except KeyError as missing:
         sys.exit(
-            f"error: {missing} is not set: this command must be started by the output of `axlearn launch --on {scheduler}`"
+            f"error: {missing} is not set: this command must be run by the script or manifest that "
+            f"`axlearn launch --on {scheduler}` writes"
         )
     except (ValueError, IndexError, RequestError) as error:
         sys.exit(f"error: {error}")

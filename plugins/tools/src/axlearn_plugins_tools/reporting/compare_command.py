@@ -19,7 +19,7 @@ from axlearn_plugins_tools.reporting.comparison import TOLERANCE
     type=click.FloatRange(min=0),
     default=TOLERANCE,
     show_default=True,
-    help="Relative difference of two scalars that counts as rounding.",
+    help="Largest relative difference between two scalars that counts as rounding error.",
 )
 @click.option("--step", type=click.IntRange(min=0), help="Checkpoint to compare (default: the last common one).")
 @click.option(

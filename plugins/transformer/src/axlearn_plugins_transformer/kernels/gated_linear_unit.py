@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class ActivationFunction(Protocol):
-    """A function of each element. Its node builds it without arguments."""
+    """An elementwise function. Its node builds it without arguments."""
 
     def __call__(self, x: jax.Array, /) -> jax.Array:
         """Apply the function. The shape and the dtype do not change."""

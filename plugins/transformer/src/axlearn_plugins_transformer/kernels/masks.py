@@ -239,7 +239,7 @@ class Chunks(Mask):
         return Chunks(self.size, queries, keys)  # type: ignore[arg-type]
 
     def reach(self) -> int | None:
-        """Return the size, which the last query of a chunk sees."""
+        """Return the chunk size, because the last query of a chunk sees the whole chunk."""
         return self.size
 
     def first_slot(self, slot: Any) -> Any:

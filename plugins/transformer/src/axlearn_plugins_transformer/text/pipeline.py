@@ -53,7 +53,7 @@ class Expand(experimental.FlatMapTransform):
         self.function, self.max_empty, self.location, self.num_empty = function, max_empty, location, 0
 
     def flat_map(self, element: Any) -> Any:
-        """Return the elements for `element`."""
+        """Return the elements that replace `element`."""
         elements = self.function(element)
         self.num_empty = 0 if elements else self.num_empty + 1
         if self.num_empty > self.max_empty:

@@ -205,7 +205,7 @@ def relative_error(expected: np.ndarray, actual: np.ndarray) -> float:
 
 
 class Recorder:
-    """Records the calls of modules while a function is traced, through callbacks that run with the compiled function."""
+    """Records module calls: it inserts callbacks while a function is traced, which record tensors when the function runs."""
 
     def __init__(self, model: Any, calls: list[tuple[str, str, np.ndarray]], ordered: bool):
         self.root, self.calls, self.ordered = model, calls, ordered

@@ -80,7 +80,7 @@ def _trace_loss(config: Any, trained: ModelAndObjective) -> Any:
 
 
 def abstract_batch(config: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a batch as the input of a config declares them, or nothing if it does not."""
+    """Return the batch shapes that the config's input declares, or an empty dict if it declares none."""
     source = get_input_config(config)
     shapes = source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
     return {name: jax.ShapeDtypeStruct(*spec) for name, spec in shapes.items()}
