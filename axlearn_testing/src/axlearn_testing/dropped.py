@@ -106,7 +106,10 @@ def find_dropped_in_turn(tree: Node[Any], first: str, second: str) -> tuple[Drop
     alone = {name: find_effects_alone(tree, text) for name, text in zip(names, (first, second), strict=True)}
     with_first = _resolve_cached(tree, add_needs(first)).config
     resolved = resolve(with_first, with_=add_needs(second))
-    without = lambda name: with_first if name == names[1] else None  # noqa: E731
+
+    def without(name: str) -> Node[Any] | None:
+        return with_first if name == names[1] else None
+
     return _list_dropped(alone, names, resolved.config, resolved.decisions, without)
 
 
