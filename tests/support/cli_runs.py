@@ -102,12 +102,18 @@ def kill_when(process: subprocess.Popen[str], ready, number: int = signal.SIGKIL
     raise AssertionError("the run did not get there in time")
 
 
+def read_lines(file: Path) -> list[str]:
+    """Return the lines of a file; none if it does not exist, for example while a run that starts over moves it aside."""
+    try:
+        return file.read_text().splitlines()
+    except FileNotFoundError:
+        return []
+
+
 def metrics(run_dir: Path) -> list[dict]:
     """The lines of metrics.jsonl; a last line that a kill tore is left out."""
-    file = run_dir / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
     results = []
-    for line in lines:
+    for line in read_lines(run_dir / "metrics.jsonl"):
         try:
             results.append(json.loads(line))
         except ValueError:

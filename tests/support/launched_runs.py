@@ -45,7 +45,7 @@ class LaunchedRun:
 
     def events(self, *names):
         file = self.run_dir / "processes.jsonl"
-        records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        records = [json.loads(line) for line in cli_runs.read_lines(file)]
         return [r for r in records if not names or r["event"] in names]
 
     def wait_until(self, condition, seconds=300):

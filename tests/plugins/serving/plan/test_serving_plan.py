@@ -19,6 +19,7 @@ from axlearn_plugins_serving.plan import steps as plan_steps
 from axlearn_plugins_serving.plan.serving_plan import ServingPlan, cast_to_compute_dtype, plan_model
 from axlearn_plugins_serving.plan.steps import CompiledStep, Steps
 from axlearn_plugins_serving.runner import ModelRunner
+from support import extended_models
 
 HEADS = ["--set", "model.decoder.layer.attention.num_heads=8"]
 SMALL = ["--set", "model.decoder.num_layers=1", "--set", "serving.runner.max_context=128"]
@@ -200,3 +201,14 @@ def test_each_kind_of_layer_counts_as_often_as_it_occurs():
     slots = hybrid.cfg.max_rows + hybrid.cfg.total_snapshots
     assert hybrid.states == slots * hybrid.state_bytes > 0
     assert mixed.flops > 0
+
+
+@pytest.mark.slow
+def test_layers_that_share_values_count_as_the_largest_op():
+    machine = find_machine("cpu-8")
+    configure_devices(machine)
+    settings = {"model.decoder.num_layers": 3, "model.decoder.hidden_dim": 64}
+    settings |= {"model.decoder.layer.attention.num_heads": 8}
+    model = extended_models.extended(resolve("quickstart", set=settings).config.model)
+    steps = Steps(patch(ModelRunner.Config(), SIZES), model, machine, Mesh(shape={"tensor": 8}))
+    assert [*steps._mixing_ops().values()] == [3]

@@ -18,7 +18,7 @@ from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import Node, find, patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Machine
-from axlearn_core.errors import ConfigError
+from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.kernels.selection import Choice
 from axlearn_plugins_plan.collectives import collectives
 from axlearn_plugins_plan.compilation import compile_function, disable_compilation_cache
@@ -259,13 +259,22 @@ class Steps:
         if self._ops is None:
             layers, layer = find(self.model, LAYERS).get(LAYERS, 1), find(self.model, LAYER).get(LAYER)
             kinds = Counter(layer_configs(layer, layers) if isinstance(layer, Node) else ())
-            programs = [(self._build(patch(self.model, {LAYERS: 1, LAYER: kind})), n) for kind, n in kinds.items()]
             self._ops = Counter()
-            for program, count in programs or [(self._build(self.model), layers)]:
-                program.trace("serve", next(bucket for bucket in program.buckets if not bucket.chunks))
-                for op in {c.op for c in program.choices("serve") if isinstance(c.op, MixesTokens)}:
-                    self._ops[op] += count
+            try:
+                for kind, count in kinds.items():
+                    self._ops.update(dict.fromkeys(self._trace_ops(patch(self.model, {LAYERS: 1, LAYER: kind})), count))
+            except RequestError:  # a kind that uses values of other layers cannot run alone
+                kinds.clear()
+            if not kinds:  # an upper bound: each layer runs the op with the most work
+                ops = sorted(self._trace_ops(self.model), key=lambda op: op.request_flops(1, self.cfg.max_context))
+                self._ops = Counter(dict.fromkeys(ops[-1:], layers))
         return self._ops
+
+    def _trace_ops(self, model: Node[Any]) -> set[MixesTokens]:
+        """Return the ops that mix tokens in a decoding step of a model."""
+        program = self._build(model)
+        program.trace("serve", next(bucket for bucket in program.buckets if not bucket.chunks))
+        return {choice.op for choice in program.choices("serve") if isinstance(choice.op, MixesTokens)}
 
     def _traced_program(self) -> ModelProgram:
         return self.shallow[0] if self.shallow else self.program
