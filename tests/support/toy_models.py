@@ -43,10 +43,15 @@ def features():
     return [entry.name for entry in registry().entries("features")]
 
 
+OPTIONS = {"mamba2": "head_dim=8"}
+"""Of features whose default sizes are for wide models: eight heads, as the attention has."""
+
+
 def use(name):
     """The text of `--with` for a feature, and for those that it needs."""
     cls = registry().feature(name)
-    return [f"{name}:{cls.example}" if cls.example else name, *(text for n in cls.needs for text in use(n))]
+    options = OPTIONS.get(name, cls.example)
+    return [f"{name}:{options}" if options else name, *(text for n in cls.needs for text in use(n))]
 
 
 @functools.cache
