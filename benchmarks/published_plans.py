@@ -27,6 +27,8 @@ TARGETS = {
     "qwen2.5-7b": "h100-8x32",
     "qwen3-8b": "h100-8x32",
     "qwen3-30b-a3b": "h100-8x64",
+    "qwen3-next-80b-a3b": "h100-8x32",
+    "gpt-oss-20b": "h100-8x32",
     "deepseek-v2-lite": "h100-8x32",
     "deepseek-v3": "h100-8x256",
     "vit-b16": "tpu-v5e-16",

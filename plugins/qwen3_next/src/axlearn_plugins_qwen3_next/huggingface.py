@@ -6,7 +6,7 @@ from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings, unsupported
 from axlearn_plugins_models.huggingface.rope import missing_forms, parameters, read_rope, write_rope
 from axlearn_plugins_models.huggingface.table import Rule
-from axlearn_plugins_qwen3_next.layer import HeadGatedAttention
+from axlearn_plugins_qwen3_next.head_gated_attention import HeadGatedAttention
 from axlearn_plugins_recurrent.gated_delta_net import GatedDeltaNet
 
 OURS, LINEAR, FULL = f"{d.OURS}.attention", f"{d.THEIRS}.linear_attn", f"{d.THEIRS}.self_attn"
