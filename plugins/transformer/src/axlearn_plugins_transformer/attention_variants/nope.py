@@ -16,8 +16,9 @@ Tree = TypeVar("Tree", bound=Node[Any])
 class NoPositions(Feature):
     """Removes the position encoding from every nth layer (NoPE), as in Llama 4 and SmolLM 3.
 
-    Layers n - 1, 2 n - 1, ... (from 0) have no position encoding; the causal mask alone tells them the order of the tokens (Kazemnejad
-    et al., 2023, arXiv 2305.19466). The other layers keep theirs. If the model already has such layers, the feature sets n.
+    Layers n - 1, 2 n - 1, ... (from 0) have no position encoding. Only the causal mask tells them the order of the tokens
+    (Kazemnejad et al., 2023, arXiv 2305.19466). The other layers keep their encoding. If the model already has such layers,
+    the feature sets n.
 
     Attributes:
         every: n (default: 4).
