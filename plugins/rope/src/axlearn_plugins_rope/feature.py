@@ -39,8 +39,8 @@ class Rope(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Put a rotary embedding into every position-encoding slot."""
-        given = {"theta": self.theta, "scaling": self.scaling, "fraction": self.fraction}
-        options = {name: value for name, value in given.items() if value is not None}
+        options = {"theta": self.theta, "scaling": self.scaling, "fraction": self.fraction}
+        options = {name: value for name, value in options.items() if value is not None}
 
         def set_rotary(old: Any) -> Node[Any]:
             return attrs.evolve(old if isinstance(old, RotaryEmbedding.Config) else RotaryEmbedding.Config(), **options)
