@@ -59,6 +59,7 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+YARN_5 = {name: value for name, value in YARN.items() if "mscale" not in name}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8}
 LATENT = {
     "num_key_value_heads": 4,
@@ -103,6 +104,23 @@ MODELS = {
                            "sliding_window": 5, "rope_parameters": {**YARN, "truncate": False}}, {}),
     "qwen3-next": ("Qwen3Next", {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 2, **DELTA_NET, **SHARED_EXPERT,
                                  "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}, {}),
+    "glm": ("Glm", {"head_dim": 16, "attention_bias": True, "rope_parameters": {"partial_rotary_factor": 0.25}}, {}),
+    "glm4": ("Glm4", {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 0.5}, {}),
+    "seed-oss": ("SeedOss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True, "attention_dropout": 0.0,
+                             "residual_dropout": 0.0}, {}),
+    "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN_5}, {}),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 3,
+                            "rope_parameters": LLAMA3_ROPE}, {}),
+    "exaone4-full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True}, {}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 8}, {}),
+    "olmo": ("Olmo", {"attention_bias": True, "tie_word_embeddings": True}, {}),
+    "nemotron": ("Nemotron", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}, {}),
+    "stablelm": ("StableLm", {"num_attention_heads": 2, "use_qkv_bias": True}, {}),
+    "stablelm-parallel": ("StableLm", {"num_attention_heads": 2, "num_key_value_heads": 1, "use_parallel_residual": True}, {}),
+    "helium": ("Helium", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}, {}),
+    "gemma": ("Gemma", {"head_dim": 16, "num_key_value_heads": 1, "attention_bias": True}, {}),
+    "gpt-neox": ("GPTNeoX", {"num_attention_heads": 2}, {}),
+    "gpt-neox-sequential": ("GPTNeoX", {"num_attention_heads": 2, "use_parallel_residual": False, "attention_bias": False}, {}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, {}),
 }  # fmt: skip
 

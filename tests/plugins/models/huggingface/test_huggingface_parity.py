@@ -21,7 +21,9 @@ from support import generated_models
 from support.paths import HF_FIXTURES
 
 MODELS = sorted(p.name for p in HF_FIXTURES.iterdir())
-SLOW = {"llama2", "qwen3", "qwen2", "gemma2", "deepseek-v2", "mixtral", "mistral", "gpt-oss", "qwen3-next"}
+SLOW = {"llama2", "qwen3", "qwen2", "gemma2", "deepseek-v2", "mixtral", "mistral", "gpt-oss", "qwen3-next",
+        "glm", "glm4", "seed-oss", "arcee", "exaone4", "exaone4-full", "starcoder2", "olmo", "nemotron", "stablelm",
+        "stablelm-parallel", "helium", "gemma", "gpt-neox", "gpt-neox-sequential"}  # fmt: skip
 """Models for slow tests only; each has a similar model that is not slow."""
 GRADIENTS = [
     n for n in MODELS if any(k.startswith("gradient.") for k in load_file(HF_FIXTURES / n / "expected.safetensors"))

@@ -1,4 +1,4 @@
-"""Gemma 2 and the text models of Gemma 3 in Hugging Face format."""
+"""Gemma, Gemma 2 and the text models of Gemma 3 in Hugging Face format."""
 
 from typing import Any, ClassVar
 
@@ -10,6 +10,32 @@ from axlearn_plugins_models.huggingface.table import Rule
 NORMS = {"attention_norm": "input_layernorm", "attention_post_norm": "post_attention_layernorm",
          "feed_forward_norm": "pre_feedforward_layernorm", "feed_forward_post_norm": "post_feedforward_layernorm"}  # fmt: skip
 PATTERN = "sliding_window_pattern|_sliding_window_pattern"
+
+
+class Gemma(d.RopeDecoder):
+    """Gemma: a Llama with scaled embeddings, and norms with an offset."""
+
+    experiment = "llama3-8b"
+    architectures = ("GemmaForCausalLM",)
+    keys: ClassVar = d.with_defaults(
+        {
+            **d.RopeDecoder.keys,
+            # transformers reads "gelu", which early files have, as its approximation too.
+            "hidden_act": Key(
+                f"{d.FEED_FORWARD}.activation", "gelu_pytorch_tanh",
+                {"gelu_pytorch_tanh": "gelu_tanh", **d.ACTIVATIONS, "gelu": "gelu_tanh"},
+            ),
+            "attention_bias": d.bias_key(False, *d.QKVO),
+            "use_bidirectional_attention": Key(f"{d.ATTENTION}.causal", None, {None: True, False: True}),
+        },
+        head_dim=256, num_key_value_heads=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    unused_keys = ("hidden_activation",)
+    norm: ClassVar = {"type": "rms-norm", "offset": 1.0}
+
+    def settings(self, hf: Settings) -> Json:
+        """Return settings for the position encoding, the norms and the scaled embeddings."""
+        return super().settings(hf) | {"model.decoder.embedding.scale": True}
 
 
 class Gemma2(Family):

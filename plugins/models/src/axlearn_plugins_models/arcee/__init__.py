@@ -1,0 +1,1 @@
+"""Arcee's AFM for axlearn-core."""

@@ -1,0 +1,1 @@
+"""EXAONE 4 for axlearn-core."""

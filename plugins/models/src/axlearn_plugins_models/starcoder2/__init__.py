@@ -1,0 +1,1 @@
+"""StarCoder 2 for axlearn-core."""
