@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import axlearn_core as ax
-from axlearn_core.extend import ConfigError, Context, Functional, Mesh, Precision, compose, find
+from axlearn_core.extend import ConfigError, Functional, Mesh, compose, find
 from axlearn_plugins_models.huggingface.family import family, find_family
 from axlearn_plugins_models.huggingface.import_export import export_run, import_run
 from axlearn_plugins_models.huggingface.source import open_model
