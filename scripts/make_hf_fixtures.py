@@ -84,6 +84,16 @@ GROUPS = {
     "topk_group": 2,
     "routed_scaling_factor": 1.5,
     "norm_topk_prob": True,
+    "rope_theta": 10000.0,
+}
+GRANITE = {
+    "intermediate_size": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 0.6,
+    "residual_multiplier": 0.8,
+    "attention_multiplier": 0.25,
+    "logits_scaling": 0.5,
 }
 
 # name -> (class, config, options): shards, gradients, a model_type that transformers does not have
@@ -107,6 +117,15 @@ MODELS = {
                 {"model_type": "kimi_k2"}),
     "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "moe_intermediate_size": 8, "q_lora_rank": 24, "mlp_layer_types": ["dense", "dense", "sparse"],
                                       "rope_theta": 10000.0}, {}),
+    "qwen2-moe": ("Qwen2Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                               "shared_expert_intermediate_size": 24, "norm_topk_prob": True}, {}),
+    "dots1": ("Dots1", {**GROUPS, "n_shared_experts": 2, "head_dim": 12, "sliding_window": 8, "max_window_layers": 2}, {}),
+    "exaone-moe": ("ExaoneMoe", {**{k: v for k, v in GROUPS.items() if k != "n_routed_experts"}, "num_experts": 8, "head_dim": 12, "sliding_window": 8, "sliding_window_pattern": 2}, {}),
+    "ernie4-5-moe": ("Ernie4_5_Moe", {"num_hidden_layers": 4, "moe_intermediate_size": 12, "moe_num_experts": 4, "moe_k": 2,
+                                      "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_interval": 2,
+                                      "tie_word_embeddings": False}, {}),
+    "granite-moe": ("GraniteMoe", GRANITE, {}),
+    "granite-moe-shared": ("GraniteMoeShared", {**GRANITE, "shared_intermediate_size": 24, "tie_word_embeddings": True}, {}),
     "qwen2": ("Qwen2", {}, {}),
     "mistral": ("Mistral", {"sliding_window": 8}, {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}),

@@ -22,7 +22,8 @@ from support.paths import HF_FIXTURES
 
 MODELS = sorted(p.name for p in HF_FIXTURES.iterdir())
 SLOW = {
-    "llama2", "qwen3", "qwen2", "gemma2", "deepseek-v2", "mixtral", "mistral", "glm4-moe", "kimi-k2", "glm4-moe-lite"
+    "llama2", "qwen3", "qwen2", "gemma2", "deepseek-v2", "mixtral", "mistral", "glm4-moe", "kimi-k2", "glm4-moe-lite",
+    "qwen2-moe", "dots1", "exaone-moe", "ernie4-5-moe", "granite-moe", "granite-moe-shared",
 }  # fmt: skip
 """Models for slow tests only; each has a similar model that is not slow."""
 GRADIENTS = [
