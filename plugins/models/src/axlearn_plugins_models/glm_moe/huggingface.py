@@ -5,13 +5,12 @@ from typing import Any, ClassVar
 from axlearn_plugins_models.deepseek.huggingface import DeepSeekV3
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Json, Settings
-from axlearn_plugins_models.huggingface.rope import FACTOR, missing_forms, parameters, read_rope, write_rope
 from axlearn_plugins_models.huggingface.shared_experts import FIRST, SHARED_EXPERT_RULES, TYPES, SharedExperts
 
 BIASED = tuple(f"{d.ATTENTION}.{part}" for part in ("query", "key", "value"))
 
 
-class Glm4Moe(SharedExperts):
+class Glm4Moe(SharedExperts, d.RopeDecoder):
     """GLM-4.5: grouped queries that rotate in part, optional biases and norms of queries and keys, and shared experts."""
 
     experiment = "llama3-8b"
@@ -21,13 +20,14 @@ class Glm4Moe(SharedExperts):
     rules: ClassVar = (*SHARED_EXPERT_RULES, *d.ATTENTION_RULES)
     defaults: ClassVar = {**SharedExperts.defaults, "routed_scaling_factor": 1.0, FIRST: 1}
 
+    def fraction(self, hf: Settings) -> float:
+        """Return a half."""
+        return 0.5
+
     def settings(self, hf: Settings) -> Json:
         """Return settings for the dense layers, the position encoding, the biases and the norms of queries and keys."""
-        rope = parameters(hf)
-        fraction = rope.pop(FACTOR, 0.5)
         norm = {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-5))}
         return super().settings(hf) | {
-            f"{d.ATTENTION}.position": read_rope(hf, rope=rope, fraction=fraction),
             f"{d.ATTENTION}.qk_norm": norm if hf.get("use_qk_norm", False) else None,
             **{f"{path}.bias": hf.get("attention_bias", False) for path in BIASED},
         }
@@ -36,14 +36,9 @@ class Glm4Moe(SharedExperts):
         """Return the `config.json` keys; the inverse of `features` and `settings`."""
         attention = config.model.decoder.layer.attention
         return super().export_keys(config) | {
-            "rope_parameters": {**write_rope(attention.position), FACTOR: attention.position.fraction},
             "use_qk_norm": attention.qk_norm is not None,
             "attention_bias": attention.query.bias,
         }
-
-    def compatibility_keys(self, data: Json) -> Json:
-        """Return the RoPE keys that other versions of transformers need."""
-        return {**missing_forms(data), FACTOR: data["rope_parameters"][FACTOR]}
 
 
 class Glm4MoeLite(DeepSeekV3):
