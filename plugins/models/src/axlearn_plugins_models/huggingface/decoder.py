@@ -3,7 +3,15 @@
 from typing import Any, ClassVar
 
 from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings
-from axlearn_plugins_models.huggingface.rope import ALL_LAYERS, Kind, missing_forms, parameters, read_rope, write_rope
+from axlearn_plugins_models.huggingface.rope import (
+    ALL_LAYERS,
+    FACTOR,
+    Kind,
+    missing_forms,
+    parameters,
+    read_rope,
+    write_rope,
+)
 from axlearn_plugins_models.huggingface.table import Rule
 
 LAYER, ATTENTION = "model.decoder.layer", "model.decoder.layer.attention"
@@ -108,14 +116,23 @@ class RopeDecoder(Family):
     ignored = ("*.rotary_emb.inv_freq",)
     rope: ClassVar[Kind] = ALL_LAYERS
 
+    def fraction(self, hf: Settings) -> float | None:
+        """Return the share of a head that rotates if the file has no `partial_rotary_factor`. None rejects the key."""
+        return None
+
     def settings(self, hf: Settings) -> Json:
         """Return the settings for the position encoding."""
-        return {f"{ATTENTION}.position": read_rope(hf, rope=parameters(hf, self.rope))}
+        rope, default = parameters(hf, self.rope), self.fraction(hf)
+        fields = {} if default is None else {"fraction": rope.pop(FACTOR, default)}
+        return {f"{ATTENTION}.position": read_rope(hf, rope=rope, **fields)}
 
     def export_keys(self, config: Any) -> Json:
         """Return the RoPE parameters."""
-        return {"rope_parameters": write_rope(config.model.decoder.layer.attention.position)}
+        position = config.model.decoder.layer.attention.position
+        partial = {} if position.fraction == 1 else {FACTOR: position.fraction}
+        return {"rope_parameters": {**write_rope(position), **partial}}
 
     def compatibility_keys(self, data: Json) -> Json:
         """Return the RoPE keys that other versions of transformers need."""
-        return missing_forms(data, (self.rope,))
+        rope = data["rope_parameters"]
+        return missing_forms(data, (self.rope,)) | ({FACTOR: rope[FACTOR]} if FACTOR in rope else {})
