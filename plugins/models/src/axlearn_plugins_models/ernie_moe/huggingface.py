@@ -26,6 +26,7 @@ class Ernie45Moe(d.RopeDecoder):
     unused_keys: ClassVar = ("moe_capacity", "moe_gate", "moe_use_aux_free")
     ignored: ClassVar = (*d.RopeDecoder.ignored, "*mtp*")
     rope = attrs.evolve(ALL_LAYERS, theta=500_000.0)
+    interleaved = True
     rules: ClassVar = (
         *SHARED_EXPERT_RULES,
         *d.ATTENTION_RULES,
@@ -56,7 +57,6 @@ class Ernie45Moe(d.RopeDecoder):
         paths = [f"{d.FEED_FORWARD}.first.*"] * bool(dense) + [f"{d.FEED_FORWARD}.children.{i}" for i in range(every - 1)]
         return (
             super().settings(hf)
-            | {f"{d.ATTENTION}.position.interleaved": True}
             | {f"{path}.hidden_dim": hf.need("intermediate_size") for path in paths}
         )
 

@@ -45,6 +45,10 @@ DENSE = {
     "hidden_act": Key(f"{FEED_FORWARD}.activation", default="silu", values=ACTIVATIONS),
 }
 
+ATTENTION_BIAS = Key(tuple(f"{ATTENTION}.{part}.bias" for part in ("query", "key", "value", "output")), default=False)
+QKV_BIAS = Key(tuple(f"{ATTENTION}.{part}.bias" for part in ("query", "key", "value")), default=False)
+MLP_BIAS = Key(tuple(f"{FEED_FORWARD}.{part}.bias" for part in ("gate", "up", "down")), default=False)
+
 OURS, THEIRS = "decoder.layer", "model.layers.{layer}"
 OUTER_RULES = (
     Rule("decoder.embedding.weight", "model.embed_tokens.weight"),
@@ -65,17 +69,22 @@ ATTENTION_RULES = (
         )
     ),
     Rule(f"{OURS}.attention.output.weight", f"{THEIRS}.self_attn.o_proj.weight", "d (n h) -> n h d"),
+    Rule(f"{OURS}.attention.output.bias", f"{THEIRS}.self_attn.o_proj.bias"),
     Rule(f"{OURS}.attention.query_norm.weight", f"{THEIRS}.self_attn.q_norm.weight"),
     Rule(f"{OURS}.attention.key_norm.weight", f"{THEIRS}.self_attn.k_norm.weight"),
 )
 
 
+PARTS = ("gate", "up", "down")
+
+
 def feed_forward_rules(ours: str = "feed_forward", theirs: str = "mlp") -> tuple[Rule, ...]:
-    """Return the rules for the three matrices of a gated feed-forward layer."""
-    return tuple(
-        Rule(f"{OURS}.{ours}.{part}.weight", f"{THEIRS}.{theirs}.{part}_proj.weight", "o i -> i o")
-        for part in ("gate", "up", "down")
+    """Return the rules for the three matrices of a gated feed-forward layer, and for their biases."""
+    weights, biases = (
+        tuple(Rule(f"{OURS}.{ours}.{part}.{kind}", f"{THEIRS}.{theirs}.{part}_proj.{kind}", pattern) for part in PARTS)
+        for kind, pattern in (("weight", "o i -> i o"), ("bias", ""))
     )
+    return (*weights, *biases)
 
 
 def expert_rules(
@@ -108,13 +117,31 @@ MIXTURE = {
 """Keys of a decoder with experts in every layer. Each family has its own keys for the number and the size of the experts."""
 
 
+FUSED_QKV_RULES = tuple(
+    Rule(tuple(f"{OURS}.attention.{part}.{kind}" for part in ("query", "key", "value")), f"{THEIRS}.self_attn.qkv_proj.{kind}", pattern)
+    for kind, pattern in (("weight", "(n* h) d -> d n h"), ("bias", "(n* h) -> n h"))
+)
+"""Queries, keys and values in one tensor."""
+FUSED_FEED_FORWARD_RULES = (
+    Rule(tuple(f"{OURS}.feed_forward.{part}.weight" for part in ("gate", "up")), f"{THEIRS}.mlp.gate_up_proj.weight", "f* d -> d f"),
+    Rule(f"{OURS}.feed_forward.down.weight", f"{THEIRS}.mlp.down_proj.weight", "d f -> f d"),
+)
+"""`gate` and `up` in one tensor."""
+
+
 class RopeDecoder(Family):
-    """Base class for families with one rotary position encoding for all layers."""
+    """Base class for families with one rotary position encoding for all layers.
+
+    Attributes:
+        rope: Where `config.json` describes the encoding.
+        interleaved: Rotate adjacent elements of a head instead of its halves.
+    """
 
     keys: ClassVar = {**SIZES, **HEADS, **DENSE, **NORMS, "tie_word_embeddings": TIED}
     rules = (*OUTER_RULES, *NORM_RULES, *ATTENTION_RULES, *feed_forward_rules())
     ignored = ("*.rotary_emb.inv_freq",)
     rope: ClassVar[Kind] = ALL_LAYERS
+    interleaved: ClassVar[bool] = False
 
     def fraction(self, hf: Settings) -> float | None:
         """Return the share of a head that rotates if the file has no `partial_rotary_factor`. None rejects the key."""
@@ -122,14 +149,20 @@ class RopeDecoder(Family):
 
     def settings(self, hf: Settings) -> Json:
         """Return the settings for the position encoding."""
+        return {f"{ATTENTION}.position": self.position(hf)}
+
+    def position(self, hf: Settings) -> Json:
+        """Return the config of the position encoding, as plain data."""
         rope, default = parameters(hf, self.rope), self.fraction(hf)
-        fields = {} if default is None else {"fraction": rope.pop(FACTOR, default)}
-        return {f"{ATTENTION}.position": read_rope(hf, rope=rope, **fields)}
+        fields: Json = {"interleaved": True} if self.interleaved else {}
+        if default is not None:
+            fields["fraction"] = rope.pop(FACTOR, default)
+        return read_rope(hf, rope=rope, **fields)
 
     def export_keys(self, config: Any) -> Json:
         """Return the RoPE parameters."""
         position = config.model.decoder.layer.attention.position
-        partial = {} if position.fraction == 1 else {FACTOR: position.fraction}
+        partial = {} if position.fraction == 1 and self.fraction(Settings({})) is None else {FACTOR: position.fraction}
         return {"rope_parameters": {**write_rope(position), **partial}}
 
     def compatibility_keys(self, data: Json) -> Json:
