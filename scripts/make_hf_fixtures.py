@@ -59,7 +59,6 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-YARN_5 = {name: value for name, value in YARN.items() if "mscale" not in name}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8}
 LATENT = {
     "num_key_value_heads": 4,
@@ -82,8 +81,29 @@ DELTA_NET = {
     "linear_value_head_dim": 12,
 }
 SHARED_EXPERT = {"shared_expert_intermediate_size": 20}
+GROUPS = {
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "rope_theta": 10000.0,
+}
+GRANITE = {
+    "intermediate_size": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 0.6,
+    "residual_multiplier": 0.8,
+    "attention_multiplier": 0.25,
+    "logits_scaling": 0.5,
+}
 
-# name -> (class, config, options): shards, gradients
+# name -> (class, config, options): shards, gradients, a model_type that transformers does not have
 MODELS = {
     "llama2": ("Llama", {"num_key_value_heads": 4}, {"gradients": True}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}, {"shard": "20KB"}),
@@ -97,6 +117,48 @@ MODELS = {
                                    "topk_group": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": False}, {}),
     "deepseek-v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2,
                                    "rope_parameters": YARN}, {}),
+    "glm4-moe": ("Glm4Moe", {**GROUPS, "n_shared_experts": 2, "attention_bias": True, "use_qk_norm": True, "head_dim": 16,
+                             "rope_theta": 10000.0, "partial_rotary_factor": 0.25}, {}),
+    "kimi-k2": ("DeepseekV3", {**LATENT, "moe_intermediate_size": 8, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+                               "routed_scaling_factor": 2.827, "rope_parameters": {**YARN, "beta_fast": 1.0}},
+                {"model_type": "kimi_k2"}),
+    "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "moe_intermediate_size": 8, "q_lora_rank": 24, "mlp_layer_types": ["dense", "dense", "sparse"],
+                                      "rope_theta": 10000.0}, {}),
+    "qwen2-moe": ("Qwen2Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                               "shared_expert_intermediate_size": 24, "norm_topk_prob": True}, {}),
+    "dots1": ("Dots1", {**GROUPS, "n_shared_experts": 2, "head_dim": 12, "sliding_window": 8, "max_window_layers": 2}, {}),
+    "exaone-moe": ("ExaoneMoe", {**{k: v for k, v in GROUPS.items() if k != "n_routed_experts"}, "num_experts": 8, "head_dim": 12, "sliding_window": 8, "sliding_window_pattern": 2}, {}),
+    "ernie4-5-moe": ("Ernie4_5_Moe", {"num_hidden_layers": 4, "moe_intermediate_size": 12, "moe_num_experts": 4, "moe_k": 2,
+                                      "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_interval": 2,
+                                      "tie_word_embeddings": False}, {}),
+    "granite-moe": ("GraniteMoe", GRANITE, {}),
+    "granite-moe-shared": ("GraniteMoeShared", {**GRANITE, "shared_intermediate_size": 24, "tie_word_embeddings": True}, {}),
+    "minimax-m2": ("MiniMaxM2", {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
+                                 "rotary_dim": 8}, {}),
+    "olmoe": ("Olmoe", {"intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}, {}),
+    "hunyuan-moe": ("HunYuanMoEV1", {"intermediate_size": 16, "num_experts": 4, "moe_topk": 2, "head_dim": 16,
+                                     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0,
+                                                         "factor": 1.0}}, {}),
+    "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}, {}),
+    "phi3": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+                      "hidden_size": 64, "sliding_window": 8}, {}),
+    "olmo2": ("Olmo2", {}, {}),
+    "olmo3": ("Olmo3", {"sliding_window": 8, "num_hidden_layers": 4, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        "full_attention": {k: v for k, v in YARN.items() if "mscale" not in k} | {"rope_theta": 500000.0, "attention_factor": 1.1}}}, {}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "tie_word_embeddings": True}, {}),
+    "granite": ("Granite", {k: v for k, v in GRANITE.items() if "expert" not in k and "intermediate" not in k}, {}),
+    "cohere": ("Cohere", {"logit_scale": 0.5, "attention_bias": True}, {}),
+    "cohere2": ("Cohere2", {"logit_scale": 0.5, "num_hidden_layers": 4, "sliding_window": 8}, {}),
+    "hunyuan-dense": ("HunYuanDenseV1", {"head_dim": 16, "rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 8.0, "factor": 1.0}}, {}),
+    "ernie4-5": ("Ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}, {}),
+    "glm": ("Glm", {"head_dim": 16}, {}),
+    "glm4": ("Glm4", {"head_dim": 16}, {}),
+    "seed-oss": ("SeedOss", {"head_dim": 16, "attention_out_bias": True}, {}),
+    "arcee": ("Arcee", {"head_dim": 12, "mlp_bias": True}, {}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 8}, {}),
+    "exaone4": ("Exaone4", {"sliding_window": 8, "num_hidden_layers": 4}, {}),
     "qwen2": ("Qwen2", {}, {}),
     "mistral": ("Mistral", {"sliding_window": 8}, {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}),
@@ -104,15 +166,7 @@ MODELS = {
                            "sliding_window": 5, "rope_parameters": {**YARN, "truncate": False}}, {}),
     "qwen3-next": ("Qwen3Next", {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 2, **DELTA_NET, **SHARED_EXPERT,
                                  "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}, {}),
-    "glm": ("Glm", {"head_dim": 16, "attention_bias": True, "rope_parameters": {"partial_rotary_factor": 0.25}}, {}),
-    "glm4": ("Glm4", {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 0.5}, {}),
-    "seed-oss": ("SeedOss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True, "attention_dropout": 0.0,
-                             "residual_dropout": 0.0}, {}),
-    "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN_5}, {}),
-    "exaone4": ("Exaone4", {"num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 3,
-                            "rope_parameters": LLAMA3_ROPE}, {}),
     "exaone4-full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True}, {}),
-    "starcoder2": ("Starcoder2", {"sliding_window": 8}, {}),
     "olmo": ("Olmo", {"attention_bias": True, "tie_word_embeddings": True}, {}),
     "nemotron": ("Nemotron", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}, {}),
     "stablelm": ("StableLm", {"num_attention_heads": 2, "use_qkv_bias": True}, {}),
@@ -270,6 +324,7 @@ def make(name: str, folder: Path, first: int) -> None:
     model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=options.get("shard", "50GB"))
     (folder / "generation_config.json").unlink(missing_ok=True)
     config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = options.get("model_type", config["model_type"])
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     (folder / "tokenizer.json").write_text(tokenizer().to_str() + "\n")
     save_file(results, folder / "expected.safetensors")

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from flax import nnx
 
 import axlearn_core as ax
-from axlearn_core.extend import ConfigError, Context, Functional, Mesh, Precision, compose
+from axlearn_core.extend import ConfigError, Functional, Mesh, compose
 from axlearn_plugins_gpt_oss.experiments import PUBLISHED, YARN
 from axlearn_plugins_models.huggingface.family import family, find_family
 from axlearn_plugins_models.huggingface.import_export import export_run, import_run

@@ -95,9 +95,9 @@ class YarnScaling(Node[Scaling]):
     truncate: bool = True
 
     def validate(self) -> Iterable[Problem]:
-        """Check that `beta_slow` is less than `beta_fast`."""
-        if self.beta_slow >= self.beta_fast:
-            yield Problem(path="beta_slow", message="must be less than beta_fast", got=str(self.beta_slow))
+        """Check that `beta_slow` is at most `beta_fast`. They are equal in Kimi K2."""
+        if self.beta_slow > self.beta_fast:
+            yield Problem(path="beta_slow", message="must be at most beta_fast", got=str(self.beta_slow))
 
     def build(self, **_: Any) -> Scaling:
         """Return the scaling function."""

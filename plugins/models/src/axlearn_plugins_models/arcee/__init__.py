@@ -1,1 +1,1 @@
-"""Arcee's AFM for axlearn-core."""
+"""Arcee for axlearn-core."""

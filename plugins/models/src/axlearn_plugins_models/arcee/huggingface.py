@@ -1,21 +1,25 @@
-"""Arcee's AFM in Hugging Face format."""
+"""AFM-4.5B (Arcee) in Hugging Face format."""
 
 from typing import ClassVar
 
 from axlearn_plugins_models.huggingface import decoder as d
+from axlearn_plugins_models.huggingface.family import Json, Key, Settings
+
+UP_AND_DOWN = tuple(f"{d.FEED_FORWARD}.{part}.bias" for part in ("up", "down"))
 
 
 class Arcee(d.RopeDecoder):
-    """AFM: a Llama with plain feed-forward layers and squared ReLUs."""
+    """Arcee: a Llama whose feed-forward layers have no gate and square the ReLU."""
 
     experiment = "llama3-8b"
     architectures = ("ArceeForCausalLM",)
-    keys: ClassVar = d.with_defaults(
-        {
-            **d.RopeDecoder.keys,
-            "attention_bias": d.bias_key(False, *d.QKVO),
-            "mlp_bias": d.bias_key(False, *d.PLAIN),
-        },
-        hidden_act="relu2", rms_norm_eps=1e-5,
-    )  # fmt: skip
-    feed_forward: ClassVar = {"type": "feed-forward"}
+    keys: ClassVar = {
+        **d.RopeDecoder.keys,
+        "attention_bias": d.ATTENTION_BIAS,
+        "mlp_bias": Key(UP_AND_DOWN, default=False),
+        "hidden_act": Key(f"{d.FEED_FORWARD}.activation", default="relu2", values=d.ACTIVATIONS),
+    }
+
+    def features(self, hf: Settings) -> dict[str, Json]:
+        """Return the kind of feed-forward layer."""
+        return {"replace": {"path": d.FEED_FORWARD, "component": "feed-forward"}}

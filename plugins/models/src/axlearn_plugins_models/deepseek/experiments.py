@@ -1,4 +1,4 @@
-"""DeepSeek-V2-Lite (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437), with the sizes from their `config.json`."""
+"""DeepSeek-V2-Lite (arXiv 2405.04434), DeepSeek-V3 (arXiv 2412.19437) and Kimi K2, with the sizes from their `config.json`."""
 
 from typing import Any
 
@@ -43,6 +43,24 @@ def deepseek_v3() -> Trainer.Config:
     }  # fmt: skip
     model = published_model("deepseek_v3", ATTENTION | sizes)
     return pretraining(model, sequence_length=4096, peak=2.2e-4, max_steps=240_000)
+
+
+def kimi_k2() -> Trainer.Config:
+    """Pretrain Kimi K2 (arXiv 2507.20534).
+
+    1.03T parameters, of which each token uses 32B.
+
+    Sizes: huggingface.co/moonshotai/Kimi-K2-Base/blob/main/config.json.
+    """
+    sizes = {
+        "vocab_size": 163_840, "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18_432,
+        "num_attention_heads": 64, "q_lora_rank": 1536, "n_routed_experts": 384, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 1, "n_group": 1,
+        "topk_group": 1, "routed_scaling_factor": 2.827, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+        "rope_theta": 50_000.0, "rope_scaling": _yarn(1.0) | {"factor": 32.0, "beta_fast": 1.0},
+    }  # fmt: skip
+    model = published_model("kimi_k2", ATTENTION | sizes)
+    return pretraining(model, sequence_length=4096, peak=2e-4, max_steps=230_000)
 
 
 def _yarn(mscale: float) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from axlearn_plugins_models.huggingface import decoder as d
-from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings
+from axlearn_plugins_models.huggingface.family import Json, Key, Settings
 from axlearn_plugins_models.huggingface.rope import (
     missing_forms,
     parameters,
@@ -12,14 +12,14 @@ from axlearn_plugins_models.huggingface.rope import (
     write_rope,
     yarn_scale,
 )
+from axlearn_plugins_models.huggingface.shared_experts import SHARED_EXPERT_RULES, SharedExperts
 from axlearn_plugins_models.huggingface.table import Rule
-from axlearn_plugins_transformer.alternate import Alternate
 
 OURS, THEIRS = f"{d.OURS}.attention", f"{d.THEIRS}.self_attn"
 QUERIES = (f"{OURS}.query.weight", f"{OURS}.query_rope.weight"), "(n h*) r -> r n h"
 
 
-class DeepSeekV3(Family):
+class DeepSeekV3(SharedExperts):
     """DeepSeek-V3: latent attention, shared experts, and routing by sigmoid scores with a bias."""
 
     experiment = "llama3-8b"
@@ -32,8 +32,7 @@ class DeepSeekV3(Family):
     unused_keys: ClassVar = ("num_key_value_heads", "scoring_func", "topk_method", "mlp_bias")
     ignored: ClassVar = ("*.rotary_emb.inv_freq",)
     rules: ClassVar = (
-        *d.OUTER_RULES, *d.NORM_RULES, *d.feed_forward_rules(), *d.expert_rules(),
-        *d.feed_forward_rules("feed_forward.shared", "mlp.shared_experts"),
+        *SHARED_EXPERT_RULES,
         Rule(QUERIES[0], f"{THEIRS}.q_b_proj.weight", QUERIES[1]),
         Rule(f"{OURS}.query_down.weight", f"{THEIRS}.q_a_proj.weight", "r d -> d r"),
         Rule(f"{OURS}.query_norm.weight", f"{THEIRS}.q_a_layernorm.weight"),
@@ -41,7 +40,6 @@ class DeepSeekV3(Family):
         Rule(f"{OURS}.norm.weight", f"{THEIRS}.kv_a_layernorm.weight"),
         Rule((f"{OURS}.key.weight", f"{OURS}.value.weight"), f"{THEIRS}.kv_b_proj.weight", "(n h*) r -> r n h"),
         Rule(f"{OURS}.output.weight", f"{THEIRS}.o_proj.weight", "d (n h) -> n h d"),
-        Rule(f"{d.OURS}.feed_forward.router.bias", f"{d.THEIRS}.mlp.gate.e_score_correction_bias"),
     )  # fmt: skip
 
     def table(self, model: Any) -> tuple[Rule, ...]:
@@ -49,57 +47,38 @@ class DeepSeekV3(Family):
         latent = any(".query_down." in path for path in model.abstract)
         return self.rules if latent else (*self.rules, Rule(QUERIES[0], f"{THEIRS}.q_proj.weight", QUERIES[1]))
 
-    def router(self, hf: Settings) -> Json:
-        """Return the config of the expert router."""
-        groups = {"num_groups": hf.get("n_group") or 1, "top_groups": hf.get("topk_group") or 1}
-        normalize, scale = hf.get("norm_topk_prob", True), float(hf.get("routed_scaling_factor", 2.5))
-        return {"type": "sigmoid-router", "normalize": normalize, "scale": scale, **groups}
-
     def features(self, hf: Settings) -> dict[str, Json]:
         """Return the options for latent attention and experts."""
         latent = {"kv_rank": hf.need("kv_lora_rank"), "query_rank": hf.get("q_lora_rank") or 0,
                   "rope_head_dim": hf.need("qk_rope_head_dim"), "value_head_dim": hf.need("v_head_dim")}  # fmt: skip
-        experts = {"num_experts": hf.need("n_routed_experts"), "top_k": hf.need("num_experts_per_tok"),
-                   "hidden_dim": hf.need("moe_intermediate_size"), "shared_experts": hf.get("n_shared_experts") or 0,
-                   "dense_layers": hf.get("first_k_dense_replace", 0), "router": self.router(hf)}  # fmt: skip
-        return {"mla": latent, "moe": experts}
+        return {"mla": latent, **super().features(hf)}
 
     def settings(self, hf: Settings) -> Json:
         """Return settings for the size of the dense layers, the position encoding, and the attention scale that YaRN changes."""
-        rope, size = parameters(hf), hf.need("intermediate_size")
+        rope = parameters(hf)
         settings = {f"{d.ATTENTION}.position": read_rope(hf, interleaved=hf.get("rope_interleave", True))}
         if rope.get("mscale_all_dim"):
             head_dim = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
             settings[f"{d.ATTENTION}.scale"] = head_dim**-0.5 * yarn_scale(rope["factor"], rope["mscale_all_dim"]) ** 2
-        return settings | ({f"{d.FEED_FORWARD}.first.*.hidden_dim": size} if hf.get("first_k_dense_replace") else {})
+        return super().settings(hf) | settings
 
     def export_keys(self, config: Any) -> Json:
         """Return the `config.json` keys; the inverse of `features` and `settings`."""
-        attention, slot = config.model.decoder.layer.attention, config.model.decoder.layer.feed_forward
-        dense: list[Any] = [*slot.first] if isinstance(slot, Alternate) else []
-        experts: Any = slot.children[0] if isinstance(slot, Alternate) else slot
+        attention = config.model.decoder.layer.attention
         rope = write_rope(attention.position)
         if attention.scale is not None and rope["rope_type"] == "yarn":
             sharper = (attention.scale * (attention.head_dim + attention.rope_head_dim) ** 0.5) ** 0.5
             rope = write_mscale(rope, sharper)
-        return {
+        return super().export_keys(config) | {
             "kv_lora_rank": attention.kv_rank, "q_lora_rank": attention.query_rank,
             "qk_rope_head_dim": attention.rope_head_dim, "v_head_dim": attention.value_head_dim,
             "num_key_value_heads": attention.num_heads, "rope_parameters": rope,
-            "rope_interleave": attention.position.interleaved, "n_routed_experts": experts.num_experts,
-            "num_experts_per_tok": experts.top_k, "moe_intermediate_size": experts.hidden_dim,
-            "n_shared_experts": experts.shared.hidden_dim // experts.hidden_dim if experts.shared else 0,
-            "first_k_dense_replace": len(dense),
-            "intermediate_size": dense[0].hidden_dim if dense else experts.hidden_dim,
-            **self.write_router(experts.router),
+            "rope_interleave": attention.position.interleaved,
         }  # fmt: skip
 
     def write_router(self, router: Any) -> Json:
         """Invert `router`."""
-        return {
-            "n_group": router.num_groups, "topk_group": router.top_groups, "routed_scaling_factor": router.scale,
-            "norm_topk_prob": router.normalize, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-        }  # fmt: skip
+        return super().write_router(router) | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
     def compatibility_keys(self, data: Json) -> Json:
         """Return the RoPE keys that other versions of transformers need."""
@@ -123,3 +102,7 @@ class DeepSeekV2(DeepSeekV3):
         """Invert `router`."""
         method = "group_limited_greedy" if router.num_groups > 1 else "greedy"
         return super().write_router(router) | {"scoring_func": "softmax", "topk_method": method}
+
+
+class KimiK2(DeepSeekV3):
+    """Kimi K2: DeepSeek-V3 with more experts, fewer heads, and one group of experts."""

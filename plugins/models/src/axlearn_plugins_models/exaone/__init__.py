@@ -1,1 +1,1 @@
-"""EXAONE 4 for axlearn-core."""
+"""EXAONE for axlearn-core."""

@@ -17,19 +17,16 @@ class Gemma(d.RopeDecoder):
 
     experiment = "llama3-8b"
     architectures = ("GemmaForCausalLM",)
-    keys: ClassVar = d.with_defaults(
-        {
-            **d.RopeDecoder.keys,
-            # transformers reads "gelu", which early files have, as its approximation too.
-            "hidden_act": Key(
-                f"{d.FEED_FORWARD}.activation", "gelu_pytorch_tanh",
-                {"gelu_pytorch_tanh": "gelu_tanh", **d.ACTIVATIONS, "gelu": "gelu_tanh"},
-            ),
-            "attention_bias": d.bias_key(False, *d.QKVO),
-            "use_bidirectional_attention": Key(f"{d.ATTENTION}.causal", None, {None: True, False: True}),
-        },
-        head_dim=256, num_key_value_heads=16, tie_word_embeddings=True,
-    )  # fmt: skip
+    keys: ClassVar = {
+        **d.RopeDecoder.keys, "attention_bias": d.ATTENTION_BIAS,
+        "num_key_value_heads": Key(f"{d.ATTENTION}.num_kv_heads", default=16),
+        "head_dim": Key(f"{d.ATTENTION}.head_dim", default=256),
+        "tie_word_embeddings": Key("model.decoder.head", default=True, values=d.TIED.values),
+        # Early files have "gelu". It also means the approximation.
+        "hidden_act": Key(f"{d.FEED_FORWARD}.activation", default="gelu_pytorch_tanh",
+                          values={"gelu_pytorch_tanh": "gelu_tanh", **d.ACTIVATIONS, "gelu": "gelu_tanh"}),
+        "use_bidirectional_attention": Key(f"{d.ATTENTION}.causal", default=None, values={None: True, False: True}),
+    }  # fmt: skip
     unused_keys = ("hidden_activation",)
     norm: ClassVar = {"type": "rms-norm", "offset": 1.0}
 

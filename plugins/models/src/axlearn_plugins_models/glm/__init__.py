@@ -1,1 +1,1 @@
-"""GLM-4 for axlearn-core."""
+"""GLM for axlearn-core."""

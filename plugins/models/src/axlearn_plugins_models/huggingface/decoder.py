@@ -3,10 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import attrs
-
 from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings
-from axlearn_plugins_models.huggingface.rope import ALL_LAYERS, Kind, missing_forms, parameters, read_rope, write_rope
+from axlearn_plugins_models.huggingface.rope import (
+    ALL_LAYERS,
+    Kind,
+    missing_forms,
+    parameters,
+    read_rope,
+    write_rope,
+)
 from axlearn_plugins_models.huggingface.table import Rule
 from axlearn_plugins_transformer.parallel_layer import ParallelTransformerLayer
 
@@ -19,6 +24,7 @@ ACTIVATIONS = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu_squared",
@@ -42,39 +48,11 @@ DENSE = {
     "hidden_act": Key(f"{FEED_FORWARD}.activation", default="silu", values=ACTIVATIONS),
 }
 
-
-def bias_key(default: bool, *parts: str) -> Key:
-    """Return the mapping of a key that gives projections a bias, such as `attention.query`."""
-    return Key(tuple(f"{LAYER}.{part}.bias" for part in parts), default=default, read=bool)
-
-
-QKV = ("attention.query", "attention.key", "attention.value")
-QKVO = (*QKV, "attention.output")
-"""Projections of attention, for `bias_key`."""
-PLAIN = ("feed_forward.up", "feed_forward.down")
-GATED = ("feed_forward.gate", *PLAIN)
-"""Projections of a feed-forward layer, for `bias_key`."""
-
-
-def norm_key(default: float, *norms: str) -> Key:
-    """Return the mapping of the epsilon of the final norm and of norms in a layer, such as `post_norm` (default: `norm`)."""
-    return Key((*(f"{LAYER}.{n}.eps" for n in norms or ("norm",)), "model.decoder.norm.eps"), default=default, read=float)
-
-
-def layer_types(every: int, count: int) -> list[str]:
-    """Return the `layer_types` of a model in which every nth layer attends to all positions."""
-    return ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count)]
-
-
-def with_defaults(keys: Mapping[str, str | Key], **defaults: Any) -> dict[str, str | Key]:
-    """Return the keys with other defaults."""
-    changed = {name: attrs.evolve(_as_key(keys[name]), default=value) for name, value in defaults.items()}
-    return {**keys, **changed}
-
-
-def _as_key(key: str | Key) -> Key:
-    return Key(key) if isinstance(key, str) else key
-
+ATTENTION_BIAS = Key(tuple(f"{ATTENTION}.{part}.bias" for part in ("query", "key", "value", "output")), default=False)
+QKV_BIAS = Key(tuple(f"{ATTENTION}.{part}.bias" for part in ("query", "key", "value")), default=False)
+MLP_BIAS = Key(tuple(f"{FEED_FORWARD}.{part}.bias" for part in ("gate", "up", "down")), default=False)
+PLAIN_BIAS = Key(tuple(f"{FEED_FORWARD}.{part}.bias" for part in ("up", "down")), default=False)
+"""Biases of a feed-forward layer without a gate."""
 
 OURS, THEIRS = "decoder.layer", "model.layers.{layer}"
 OUTER_RULES = (
@@ -85,13 +63,14 @@ OUTER_RULES = (
 )
 
 
-def norm_rules(names: Mapping[str, str], layer: str = THEIRS) -> tuple[Rule, ...]:
-    """Return the rules for the norms of a layer: our name -> theirs."""
+def norm_rules(theirs: str = THEIRS) -> tuple[Rule, ...]:
+    """Return the rules for the norms before each half of a layer, whose tensors begin with `theirs`."""
+    names = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
     parts = ("weight", "bias")
-    return tuple(Rule(f"{OURS}.{a}.{part}", f"{layer}.{b}.{part}") for a, b in names.items() for part in parts)
+    return tuple(Rule(f"{OURS}.{a}.{part}", f"{theirs}.{b}.{part}") for a, b in names.items() for part in parts)
 
 
-NORM_RULES = norm_rules({"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"})
+NORM_RULES = norm_rules()
 ATTENTION_RULES = (
     *(
         rule
@@ -108,29 +87,22 @@ ATTENTION_RULES = (
 )
 
 
+PROJECTIONS = {part: f"{part}_proj" for part in ("gate", "up", "down")}
+"""Names of the projections of a feed-forward layer: ours -> Hugging Face's."""
+
+
 def feed_forward_rules(
-    ours: str = "feed_forward",
-    theirs: str = "mlp",
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    layer: str = THEIRS,
+    ours: str = "feed_forward", theirs: str = "mlp", names: Mapping[str, str] = PROJECTIONS, layer: str = THEIRS
 ) -> tuple[Rule, ...]:
-    """Return the rules for the matrices and the biases of a feed-forward layer. A plain one has no gate."""
-    return tuple(
-        rule
-        for part, name in zip(("gate", "up", "down"), names, strict=True)
-        for rule in (
-            Rule(f"{OURS}.{ours}.{part}.weight", f"{layer}.{theirs}.{name}.weight", "o i -> i o"),
-            Rule(f"{OURS}.{ours}.{part}.bias", f"{layer}.{theirs}.{name}.bias"),
+    """Return the rules for the matrices and the biases of a feed-forward layer."""
+    weights, biases = (
+        tuple(
+            Rule(f"{OURS}.{ours}.{part}.{kind}", f"{layer}.{theirs}.{name}.{kind}", axes)
+            for part, name in names.items()
         )
+        for kind, axes in (("weight", "o i -> i o"), ("bias", ""))
     )
-
-
-FUSED_GATE = Rule(
-    (f"{OURS}.feed_forward.gate.weight", f"{OURS}.feed_forward.up.weight"),
-    f"{THEIRS}.mlp.gate_up_proj.weight",
-    "f* d -> d f",
-)
-"""Rule for a feed-forward layer whose gate and up projections are one tensor, as in Phi-3 and GLM."""
+    return (*weights, *biases)
 
 
 def expert_rules(
@@ -163,13 +135,24 @@ MIXTURE = {
 """Keys of a decoder with experts in every layer. Each family has its own keys for the number and the size of the experts."""
 
 
+FUSED_QKV_RULES = tuple(
+    Rule(tuple(f"{OURS}.attention.{part}.{kind}" for part in ("query", "key", "value")), f"{THEIRS}.self_attn.qkv_proj.{kind}", pattern)
+    for kind, pattern in (("weight", "(n* h) d -> d n h"), ("bias", "(n* h) -> n h"))
+)
+"""Queries, keys and values in one tensor."""
+FUSED_FEED_FORWARD_RULES = (
+    Rule(tuple(f"{OURS}.feed_forward.{part}.weight" for part in ("gate", "up")), f"{THEIRS}.mlp.gate_up_proj.weight", "f* d -> d f"),
+    Rule(f"{OURS}.feed_forward.down.weight", f"{THEIRS}.mlp.down_proj.weight", "d f -> f d"),
+)
+"""`gate` and `up` in one tensor."""
+
+
 class RopeDecoder(Family):
     """Base class for families with one rotary position encoding for all layers.
 
     Attributes:
-        rope: Names and defaults of the keys for positions.
-        fraction: Share of each head that rotates if `config.json` does not say. None if whole heads always rotate.
-        interleaved: Whether adjacent elements rotate together.
+        rope: Where `config.json` describes the encoding.
+        interleaved: Rotate adjacent elements of a head instead of its halves.
         norm: Config of the norms, or None for RMSNorm.
         feed_forward: Config of the feed-forward layers, or None for gated ones.
         parallel: Default of `use_parallel_residual`. None if the halves of a layer always follow each other.
@@ -180,36 +163,36 @@ class RopeDecoder(Family):
     rules = (*OUTER_RULES, *NORM_RULES, *ATTENTION_RULES, *feed_forward_rules())
     ignored = ("*.rotary_emb.inv_freq",)
     rope: ClassVar[Kind] = ALL_LAYERS
-    fraction: ClassVar[float | None] = None
     interleaved: ClassVar[bool] = False
     norm: ClassVar[Json | None] = None
     feed_forward: ClassVar[Json | None] = None
     parallel: ClassVar[bool | None] = None
     shared_norm: ClassVar[bool] = True
 
+    def fraction(self, hf: Settings) -> float | None:
+        """Return the share of a head that rotates if the file has no `partial_rotary_factor`. None rejects the key."""
+        return None
+
     def settings(self, hf: Settings) -> Json:
-        """Return the settings for the position encoding and the types of the parts."""
+        """Return the settings for the position encoding and the kinds of the parts."""
         settings: Json = {f"{ATTENTION}.position": self.position(hf)}
         if self.parallel is not None and hf.get(PARALLEL, self.parallel):
             settings[LAYER] = {"type": "parallel-transformer-layer", "shared_norm": self.shared_norm}
         if self.norm is not None:
             settings |= {f"{LAYER}.norm": self.norm, "model.decoder.norm": self.norm}
-        return settings | ({} if self.feed_forward is None else {FEED_FORWARD: self.feed_forward})
+        return settings if self.feed_forward is None else settings | {FEED_FORWARD: self.feed_forward}
 
     def position(self, hf: Settings) -> Json:
-        """Return the config of the position encoding."""
-        pairs = {"interleaved": True} if self.interleaved else {}
-        return read_rope(hf, rope=parameters(hf, self.rope), fraction=self.fraction, **pairs)
+        """Return the config of the position encoding, as plain data."""
+        fields: Json = {"interleaved": True} if self.interleaved else {}
+        return read_rope(hf, rope=parameters(hf, self.rope), fraction=self.fraction(hf), **fields)
 
     def export_keys(self, config: Any) -> Json:
         """Return the RoPE parameters, and whether the halves of a layer are parallel."""
         layer = config.model.decoder.layer
         fields = {} if self.parallel is None else {PARALLEL: isinstance(layer, ParallelTransformerLayer.Config)}
-        return {"rope_parameters": self.rope_parameters(layer.attention), **fields}
-
-    def rope_parameters(self, attention: Any) -> Json:
-        """Return the RoPE parameters of the position encoding."""
-        return write_rope(attention.position, partial=self.fraction is not None)
+        partial = self.fraction(Settings({})) is not None
+        return {"rope_parameters": write_rope(layer.attention.position, partial=partial), **fields}
 
     def compatibility_keys(self, data: Json) -> Json:
         """Return the RoPE keys that other versions of transformers need."""

@@ -11,7 +11,7 @@ class Olmo(d.RopeDecoder):
     experiment = "llama3-8b"
     architectures = ("OlmoForCausalLM",)
     keys: ClassVar = {
-        **d.SIZES, **d.HEADS, **d.DENSE, "tie_word_embeddings": d.TIED, "attention_bias": d.bias_key(False, *d.QKVO),
+        **d.SIZES, **d.HEADS, **d.DENSE, "tie_word_embeddings": d.TIED, "attention_bias": d.ATTENTION_BIAS,
     }  # fmt: skip
     fixed: ClassVar = {"clip_qkv": None}
     norm: ClassVar = {"type": "layer-norm", "eps": 1e-5, "scale": False, "bias": False}

@@ -1,4 +1,4 @@
-"""Qwen 2.5 (arXiv 2412.15115) and Qwen 3 (arXiv 2505.09388)."""
+"""Qwen 2 MoE (arXiv 2407.10671), Qwen 2.5 (arXiv 2412.15115) and Qwen 3 (arXiv 2505.09388)."""
 
 from axlearn_core.config import patch
 from axlearn_core.train import Trainer
@@ -45,6 +45,20 @@ def qwen2_5_7b() -> Trainer.Config:
         "num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
     }  # fmt: skip
     return pretraining(published_model("qwen2", sizes), sequence_length=4096, peak=3e-4, max_steps=500_000)
+
+
+def qwen2_57b_a14b() -> Trainer.Config:
+    """Pretrain Qwen 2 57B-A14B, a mixture of 64 experts and a shared expert.
+
+    57.4B parameters, of which each token uses 14B. Sizes: huggingface.co/Qwen/Qwen2-57B-A14B/blob/main/config.json.
+    """
+    sizes = {
+        "vocab_size": 151_936, "num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560,
+        "shared_expert_intermediate_size": 20_480, "norm_topk_prob": False, "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+    }  # fmt: skip
+    return pretraining(published_model("qwen2_moe", sizes), sequence_length=4096, peak=3e-4, max_steps=500_000)
 
 
 def qwen3_8b() -> Trainer.Config:

@@ -2,7 +2,10 @@
 
 from typing import ClassVar
 
+import attrs
+
 from axlearn_plugins_models.huggingface import decoder as d
+from axlearn_plugins_models.huggingface.family import Settings
 
 
 class StableLm(d.RopeDecoder):
@@ -10,16 +13,15 @@ class StableLm(d.RopeDecoder):
 
     experiment = "llama3-8b"
     architectures = ("StableLmForCausalLM",)
-    norm: ClassVar = {"type": "layer-norm"}
-    parallel = False
     keys: ClassVar = {
-        **d.SIZES,
-        **d.HEADS,
-        **d.DENSE,
-        "layer_norm_eps": d.norm_key(1e-5),
-        "tie_word_embeddings": d.TIED,
-        "use_qkv_bias": d.bias_key(False, *d.QKV),
-    }
+        **d.SIZES, **d.HEADS, **d.DENSE, "tie_word_embeddings": d.TIED, "use_qkv_bias": d.QKV_BIAS,
+        "layer_norm_eps": attrs.evolve(d.NORMS["rms_norm_eps"], default=1e-5),
+    }  # fmt: skip
     fixed: ClassVar = {"qk_layernorm": False}
     unused_keys = ("hidden_dropout",)
-    fraction = 0.25
+    norm: ClassVar = {"type": "layer-norm"}
+    parallel = False
+
+    def fraction(self, hf: Settings) -> float:
+        """Return a quarter."""
+        return 0.25

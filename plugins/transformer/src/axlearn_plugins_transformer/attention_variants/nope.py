@@ -49,8 +49,8 @@ class NoPositions(Feature):
             )
         every, encoding = 4, old
         if isinstance(old, Alternate):
-            *kept, last = old.children
-            if last is not None or old.first or not kept or any(part != kept[0] for part in kept):
+            *encodings, last = old.children
+            if last is not None or old.first or not encodings or any(part != encodings[0] for part in encodings):
                 raise ConfigError(
                     Problem(
                         path=path,
@@ -58,5 +58,5 @@ class NoPositions(Feature):
                         fix="leave nope out, or set this to one encoding",
                     )
                 )
-            every, encoding = len(old.children), kept[0]
+            every, encoding = len(old.children), encodings[0]
         return Alternate(children=(encoding,) * ((self.every or every) - 1) + (None,))

@@ -1,0 +1,1 @@
+"""dots.llm1 for axlearn-core."""

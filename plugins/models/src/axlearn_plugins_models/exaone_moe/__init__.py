@@ -1,0 +1,1 @@
+"""K-EXAONE for axlearn-core."""

@@ -1,0 +1,1 @@
+"""GLM-4.5, GLM-4.6 and GLM-4.7-Flash for axlearn-core."""

@@ -1,0 +1,52 @@
+"""GLM-4.5 and GLM-4.6 (arXiv 2508.06471) and GLM-4.7-Flash in Hugging Face format."""
+
+from typing import Any, ClassVar
+
+from axlearn_plugins_models.deepseek.huggingface import DeepSeekV3
+from axlearn_plugins_models.huggingface import decoder as d
+from axlearn_plugins_models.huggingface.family import Json, Settings
+from axlearn_plugins_models.huggingface.shared_experts import FIRST, SHARED_EXPERT_RULES, TYPES, SharedExperts
+
+BIASED = tuple(f"{d.ATTENTION}.{part}" for part in ("query", "key", "value"))
+
+
+class Glm4Moe(SharedExperts, d.RopeDecoder):
+    """GLM-4.5: grouped queries that rotate in part, optional biases and norms of queries and keys, and shared experts."""
+
+    experiment = "llama3-8b"
+    architectures = ("Glm4MoeForCausalLM",)
+    keys: ClassVar = {**d.SIZES, **d.HEADS, **d.NORMS, "tie_word_embeddings": d.TIED}
+    fixed: ClassVar = {"hidden_act": "silu"}
+    rules: ClassVar = (*SHARED_EXPERT_RULES, *d.ATTENTION_RULES)
+    defaults: ClassVar = {**SharedExperts.defaults, "routed_scaling_factor": 1.0, FIRST: 1}
+
+    def fraction(self, hf: Settings) -> float:
+        """Return a half."""
+        return 0.5
+
+    def settings(self, hf: Settings) -> Json:
+        """Return settings for the dense layers, the position encoding, the biases and the norms of queries and keys."""
+        norm = {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-5))}
+        return super().settings(hf) | {
+            f"{d.ATTENTION}.qk_norm": norm if hf.get("use_qk_norm", False) else None,
+            **{f"{path}.bias": hf.get("attention_bias", False) for path in BIASED},
+        }
+
+    def export_keys(self, config: Any) -> Json:
+        """Return the `config.json` keys; the inverse of `features` and `settings`."""
+        attention = config.model.decoder.layer.attention
+        return super().export_keys(config) | {
+            "use_qk_norm": attention.qk_norm is not None,
+            "attention_bias": attention.query.bias,
+        }
+
+
+class Glm4MoeLite(DeepSeekV3):
+    """GLM-4.7-Flash: GLM-4.5 with the latent attention of DeepSeek-V3."""
+
+    architectures = ("Glm4MoeLiteForCausalLM",)
+    defaults: ClassVar = {**SharedExperts.defaults, "routed_scaling_factor": 1.8, FIRST: 1}
+
+    def write_dense(self, dense: int, count: int) -> Json:
+        """Return the keys for `dense` layers at the bottom of `count` layers; transformers reads only the list of types."""
+        return {FIRST: dense, TYPES: ["dense"] * dense + ["sparse"] * (count - dense)}

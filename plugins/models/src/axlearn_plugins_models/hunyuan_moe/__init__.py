@@ -1,0 +1,1 @@
+"""Hunyuan-A13B for axlearn-core."""

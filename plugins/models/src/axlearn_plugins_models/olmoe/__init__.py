@@ -1,0 +1,1 @@
+"""OLMoE for axlearn-core."""

@@ -1,1 +1,0 @@
-"""StarCoder 2 for axlearn-core."""
