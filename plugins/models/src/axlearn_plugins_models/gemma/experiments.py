@@ -1,4 +1,4 @@
-"""Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786), with the sizes from their `config.json`."""
+"""Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786), with published sizes."""
 
 from typing import Any
 
