@@ -113,8 +113,8 @@ class Attention(Layer):
             qk_norm: Norm over each head of queries and keys, or None.
             qk_norm_over: What a norm covers: one head, or all heads of a token together (OLMo 2).
             qk_norm_last: Normalize after the positions are encoded, instead of before.
-            output_gate: Projection from the input of the layer to output gates, or None. Each weighted sum of values is multiplied by
-                the sigmoid of its gate (Qiu et al., 2025, arXiv 2505.06708).
+            output_gate: Projection from the input of the layer to output gates, or None. Each weighted sum of values is
+                multiplied by the sigmoid of its gate (Qiu et al., 2025, arXiv 2505.06708).
             output_gate_per: Whether each element of a head has a gate, or each head.
             sinks: Initializer of trained sinks, or None. A sink is an extra logit of a head in the softmax, without a value
                 (OpenAI, 2025, arXiv 2508.10925, section 2.2).

@@ -145,6 +145,7 @@ class Family(Configurable):
         unused_keys: Keys of `config.json` that have no effect while the `fixed` keys have their values.
         prefix: Prefix of the tensor names in the table. Files may omit it, if they omit it everywhere.
         text: Whether the model reads text, and therefore has a tokenizer.
+        common: Whether to prefer this family if several describe a model, because most tools read it.
         copies: Tensor -> the tensor that it may duplicate, such as a tied output layer.
     """
 
@@ -157,6 +158,7 @@ class Family(Configurable):
     unused_keys: ClassVar[tuple[str, ...]] = ()
     prefix: ClassVar[str] = ""
     text: ClassVar[bool] = True
+    common: ClassVar[bool] = False
     copies: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, cfg: Any = None):
@@ -331,12 +333,15 @@ def families() -> list[str]:
 def find_family(config: Any) -> tuple[Family, Json]:
     """Return the family that describes the whole model of a config, and its `config.json`.
 
+    If several do, it is the one that the model was imported with, a `common` one, or the first by name.
+
     Raises:
         RequestError: If no family does. The message lists what the nearest one cannot describe.
     """
     nearly: tuple[int, str, list[Change]] | None = None
-    for name in families():
-        one = family(name)
+    imported = children(config).get("name") if isinstance(config, Node) else None
+    candidates = [family(name) for name in families()]
+    for one in sorted(candidates, key=lambda f: (f.model_type != imported, not f.common)):
         try:
             data = one.config_json(config)
             changes = one.differences(data, config)
@@ -345,7 +350,7 @@ def find_family(config: Any) -> tuple[Family, Json]:
         if not changes:
             return one, data
         if nearly is None or len(changes) < nearly[0]:
-            nearly = len(changes), name, changes
+            nearly = len(changes), one.model_type, changes
     if nearly is None:
         raise RequestError(
             "no family describes this model: it lacks parts that they all have, or has different parts\n"
