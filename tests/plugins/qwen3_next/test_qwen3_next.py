@@ -126,8 +126,10 @@ def test_layers_that_predict_more_tokens_are_ignored(toy, tmp_path):
 @pytest.mark.parametrize("feature", ["lora", "quantization"])
 def test_features_apply_to_the_new_parts_and_train(feature, tmp_path):
     config = ax.resolve("qwen3-next-toy", with_=[feature]).config
-    changed = find(config, "model.decoder.layer.attention.children.3.gate.**")
-    assert changed != find(ax.resolve("qwen3-next-toy").config, "model.decoder.layer.attention.children.3.gate.**")
+    changed = find(config, "model.decoder.layer.attention.children.3.output_gate.**")
+    assert changed != find(
+        ax.resolve("qwen3-next-toy").config, "model.decoder.layer.attention.children.3.output_gate.**"
+    )
     result = ax.train("qwen3-next-toy", with_=[feature], set=SMALL, steps=2, run_dir=tmp_path / "run")
     assert result.step == 2
 

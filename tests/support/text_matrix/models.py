@@ -24,7 +24,8 @@ VARIANTS = {
 }
 """Name -> (fixture, changes to its config.json)."""
 _FIXTURES = (
-    "deepseek-v2", "deepseek-v3", "gemma2", "gemma3", "gpt2", "llama2", "llama3", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-moe",
+    "deepseek-v2", "deepseek-v3",
+    "gemma2", "gemma3", "gpt2", "llama2", "llama3", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-moe",
 )  # fmt: skip
 FAMILIES = (*_FIXTURES, *VARIANTS)
 """Models with different layers. What is compared here does not depend on the layers, so later fixtures are not added."""

@@ -58,7 +58,7 @@ class Qwen3Next(Family):
         *d.feed_forward_rules("feed_forward.shared", "mlp.shared_expert"),
         Rule(f"{d.OURS}.feed_forward.shared_gate.weight", f"{d.THEIRS}.mlp.shared_expert_gate.weight", "o d -> d o"),
         Rule(
-            (f"{OURS}.query.weight", f"{OURS}.gate.weight"),
+            (f"{OURS}.query.weight", f"{OURS}.output_gate.weight"),
             f"{FULL}.q_proj.weight",
             "(n h*) d -> d n h",
             within=Attention,
@@ -97,7 +97,7 @@ class Qwen3Next(Family):
         fraction = rope.pop(ROTARY, 0.25)
         attention = {
             "type": "attention",
-            "gate": {"type": "linear"},
+            "output_gate": {"type": "linear"},
             "num_heads": hf.need("num_attention_heads"),
             "num_kv_heads": hf.get("num_key_value_heads", 2),
             "head_dim": hf.get("head_dim", 256),

@@ -113,9 +113,9 @@ class Attention(Layer):
             qk_norm: Norm over each head of queries and keys, or None.
             qk_norm_over: What a norm covers: one head, or all heads of a token together (OLMo 2).
             qk_norm_last: Normalize after the positions are encoded, instead of before.
-            gate: Projection from the input of the layer to output gates, or None. Each weighted sum of values is multiplied by
+            output_gate: Projection from the input of the layer to output gates, or None. Each weighted sum of values is multiplied by
                 the sigmoid of its gate (Qiu et al., 2025, arXiv 2505.06708).
-            gate_per: Whether each element of a head has a gate, or each head.
+            output_gate_per: Whether each element of a head has a gate, or each head.
             sinks: Initializer of trained sinks, or None. A sink is an extra logit of a head in the softmax, without a value
                 (OpenAI, 2025, arXiv 2508.10925, section 2.2).
             scale: Factor applied to the scores (default: head_dim ** -0.5).
@@ -139,8 +139,8 @@ class Attention(Layer):
         qk_norm: Node[Norm] | None = None
         qk_norm_over: Literal["head", "all_heads"] = setting(default="head", hide_default=True)
         qk_norm_last: bool = setting(default=False, hide_default=True)
-        gate: Node[Projection] | None = setting(default=None, hide_default=True)
-        gate_per: Literal["element", "head"] = setting(default="element", hide_default=True)
+        output_gate: Node[Projection] | None = setting(default=None, hide_default=True)
+        output_gate_per: Literal["element", "head"] = setting(default="element", hide_default=True)
         sinks: Node[Initializer] | None = setting(default=None, hide_default=True)
         scale: float | None = setting(default=None, gt=0)
         softcap: float | None = setting(default=None, gt=0)
@@ -186,9 +186,11 @@ class Attention(Layer):
             query_dim, key_dim = (self.head_dim * (n if cfg.qk_norm_over == "all_heads" else 1) for n in count)
             self.query_norm = self.child(cfg.qk_norm, rngs=rngs, dim=query_dim)
             self.key_norm = self.child(cfg.qk_norm, rngs=rngs, dim=key_dim)
-        if cfg.gate is not None:
-            gates, axes = (query_heads, head_axes) if cfg.gate_per == "element" else (query_heads[:1], head_axes[:2])
-            self.gate = self.child(cfg.gate, rngs=rngs, input_dims=(width,), output_dims=gates, axes=axes)
+        if cfg.output_gate is not None:
+            gates, axes = (
+                (query_heads, head_axes) if cfg.output_gate_per == "element" else (query_heads[:1], head_axes[:2])
+            )
+            self.output_gate = self.child(cfg.output_gate, rngs=rngs, input_dims=(width,), output_dims=gates, axes=axes)
         if cfg.sinks is not None:
             self.sinks = self.parameter(rngs, cfg.sinks, (cfg.num_heads,), ("heads",))
         if cfg.position is not None:
@@ -271,8 +273,8 @@ class Attention(Layer):
             context_vectors: Weighted sums of the values.
             x: Input of the layer, for gates.
         """
-        if self.cfg.gate is not None:
+        if self.cfg.output_gate is not None:
             heads = ("batch", "sequence", "activation_heads")
-            gate = constrain(self.gate(x), *heads, *((None,) if self.cfg.gate_per == "element" else ()))
+            gate = constrain(self.output_gate(x), *heads, *((None,) if self.cfg.output_gate_per == "element" else ()))
             context_vectors = context_vectors * jax.nn.sigmoid(gate if gate.ndim == 4 else gate[..., None])
         return tag(self.output(context_vectors), "attention_out")

@@ -35,9 +35,9 @@ def test_sinks_are_logits_without_values():
 
 @pytest.mark.parametrize(("per", "axes"), [("element", "bsnh"), ("head", "bsn")])
 def test_the_gate_multiplies_the_weighted_sums(per, axes):
-    gated, plain = build(gate=Linear.Config(), gate_per=per), build()
+    gated, plain = build(output_gate=Linear.Config(), output_gate_per=per), build()
     context_vectors, _ = plain.attend(plain.scores(*plain.project(X, Context()), Context()), Context())
-    gate = jax.nn.sigmoid(jnp.einsum(f"bsd,d{axes[2:]}->{axes}", X, gated.gate.weight[...]))
+    gate = jax.nn.sigmoid(jnp.einsum(f"bsd,d{axes[2:]}->{axes}", X, gated.output_gate.weight[...]))
     expected = plain.output(jnp.einsum(f"bsnh,{axes}->bsnh", context_vectors, gate))
     np.testing.assert_allclose(gated(X, Context())[0], expected, rtol=1e-5, atol=1e-6)
 
@@ -54,11 +54,15 @@ def test_features_add_the_parts_and_keep_their_settings():
     features = ["output-gate:per=head", "attention-sinks", "nope:every=2", "interleave:window=8"]
     config = resolve("quickstart", with_=features).config
     attention = get(config, SLOT)
-    assert (attention.gate, attention.gate_per, attention.sinks) == (Linear.Config(), "head", Constant(value=0.0))
+    assert (attention.output_gate, attention.output_gate_per, attention.sinks) == (
+        Linear.Config(),
+        "head",
+        Constant(value=0.0),
+    )
     layers = [layer.attention for layer in layer_configs(config.model.decoder.layer, 4)]
     assert [layer.position is None for layer in layers] == [False, True] * 2
     again = resolve(config, with_=["output-gate", "attention-sinks", "nope:every=4"]).config
-    assert get(again, SLOT).gate_per == "head"
+    assert get(again, SLOT).output_gate_per == "head"
     layers = [layer.attention for layer in layer_configs(again.model.decoder.layer, 8)]
     assert [layer.position is None for layer in layers] == [False, False, False, True] * 2
 
@@ -66,7 +70,7 @@ def test_features_add_the_parts_and_keep_their_settings():
 @pytest.mark.parametrize(
     ("features", "message"),
     [
-        (["mla", "output-gate"], "output-gate finds no attention layer with a slot `gate`"),
+        (["mla", "output-gate"], "output-gate finds no attention layer with a slot `output_gate`"),
         (["mla", "attention-sinks"], "attention-sinks finds no attention layer with a slot `sinks`"),
     ],
 )

@@ -31,15 +31,15 @@ class OutputGate(Feature):
     per: Literal["element", "head"] | None = None
 
     def apply(self, cfg: Tree) -> Tree:
-        """Set `gate` in every attention layer."""
+        """Set `output_gate` in every attention layer."""
 
         def add(_: str, part: Any) -> Any:
             if not isinstance(part, Attention.Config):
                 return None
-            gate = part.gate or Linear.Config()
-            return attrs.evolve(part, gate=gate, gate_per=self.per or part.gate_per)
+            gate = part.output_gate or Linear.Config()
+            return attrs.evolve(part, output_gate=gate, output_gate_per=self.per or part.output_gate_per)
 
-        return edit_nodes(cfg, add, no_match=_no_match("output-gate", "gate"))
+        return edit_nodes(cfg, add, no_match=_no_match("output-gate", "output_gate"))
 
 
 @node
