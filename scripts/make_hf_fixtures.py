@@ -139,6 +139,10 @@ MODELS = {
     "hunyuan-moe": ("HunYuanMoEV1", {"intermediate_size": 16, "num_experts": 4, "moe_topk": 2, "head_dim": 16,
                                      "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0,
                                                          "factor": 1.0}}, {}),
+    "llama4": ("Llama4", {"intermediate_size": 16, "intermediate_size_mlp": 24, "num_hidden_layers": 4, "num_local_experts": 4,
+                          "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2,
+                          "attention_chunk_size": 8, "floor_scale": 6, "attn_scale": 0.3, "head_dim": 8,
+                          "rope_theta": 10000.0}, {}),
     "qwen2": ("Qwen2", {}, {}),
     "mistral": ("Mistral", {"sliding_window": 8}, {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}),
@@ -163,7 +167,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 def build(kind: str, more: dict, seed: int) -> torch.nn.Module:
     """The model, with weights that bfloat16 holds exactly."""
-    prefix = "Gemma3Text" if kind == "Gemma3" else kind
+    prefix = f"{kind}Text" if kind in ("Gemma3", "Llama4") else kind
     sizes = {"bos_token_id": 1, "eos_token_id": 2} if kind == "GPT2" else SIZES
     config = getattr(transformers, f"{prefix}Config")(**{**sizes, **more}, attn_implementation="eager")
     head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
