@@ -28,7 +28,7 @@ def llama4_scout() -> Trainer.Config:
 def llama4_maverick() -> Trainer.Config:
     """Pretrain the text model of Llama 4 Maverick, with 128 experts and a shared expert in every second layer.
 
-    398B parameters, of which each token uses 17B.
+    401B parameters, of which each token uses 17B.
 
     Sizes: `text_config` of huggingface.co/meta-llama/Llama-4-Maverick-17B-128E/blob/main/config.json.
     """

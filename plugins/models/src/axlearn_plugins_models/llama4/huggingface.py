@@ -24,7 +24,7 @@ class Llama4(d.RopeDecoder):
     architectures = ("Llama4ForCausalLM",)
     keys: ClassVar = {**d.SIZES, **d.HEADS, **d.NORMS, "tie_word_embeddings": d.TIED}
     fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu"}
-    unused_keys = ("no_rope_layer_interval", "for_llm_compressor")
+    unused_keys = ("no_rope_layer_interval", "for_llm_compressor", "intermediate_size_mlp")
     rope = attrs.evolve(ALL_LAYERS, theta=500_000.0)
     rules: ClassVar = (
         *d.OUTER_RULES, *d.NORM_RULES, *d.ATTENTION_RULES, *d.feed_forward_rules("feed_forward", "feed_forward"),
