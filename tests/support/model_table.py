@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from axlearn_core.plugins.registry import registry
 from axlearn_plugins_models.huggingface.family import families, family, find_family
+from support.benchmark_scripts import load_benchmark
 from support.paths import ROOT
 
 PAGE = ROOT / "docs/models.md"
@@ -43,11 +44,14 @@ def lines(model_type: str, names: list[str]) -> int:
 
 def table() -> str:
     """The table, in Markdown."""
-    used = experiments()
+    used, published = experiments(), load_benchmark("published_plans")
+    plans = {"GPU": published.TARGETS, "TPU": published.TPU_TARGETS}
     head = ("`model_type`", "experiments", *COLUMNS)
     rows = [head, ("---", "---", *(":-:" for _ in COLUMNS))]
     for name in text_types():
-        cells = ["no" if (name, column) in REFUSED else "yes" for column in COLUMNS]
+        cells = ["no" if (name, column) in REFUSED else "yes" for column in COLUMNS[:-1]]
+        planned = [kind for kind, targets in plans.items() if {*targets} & {*used.get(name, ())}]
+        cells.append(" and ".join(planned) or "not yet")
         rows.append((f"`{name}`", ", ".join(f"`{e}`" for e in used.get(name, ())), *cells))
     notes = [f"- `{name}`, {column}: {why}" for (name, column), why in REFUSED.items()]
     return "\n".join(["", *(f"| {' | '.join(row)} |" for row in rows), "", *notes, *([""] if notes else [])])

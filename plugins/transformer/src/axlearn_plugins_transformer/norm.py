@@ -64,16 +64,21 @@ class LayerNorm(Layer):
 
         Attributes:
             eps: Constant added to the variance.
-            bias: Learn a bias in addition to the scale.
+            scale: Learn a scale.
+            offset: Constant added to the scale, for models that store the scale around zero (Nemotron).
+            bias: Learn a bias.
         """
 
         dim: int = interface(default=REQUIRED)
         eps: float = setting(default=1e-5, gt=0)
+        scale: bool = setting(default=True, hide_default=True)
+        offset: float = setting(default=0.0, hide_default=True)
         bias: bool = True
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
-        self.weight = self.parameter(rngs, Constant(value=1.0), (cfg.dim,), ("norm",))
+        if cfg.scale:
+            self.weight = self.parameter(rngs, Constant(value=1.0 - cfg.offset), (cfg.dim,), ("norm",))
         if cfg.bias:
             self.bias = self.parameter(rngs, Constant(), (cfg.dim,), ("norm",))
 
@@ -82,5 +87,8 @@ class LayerNorm(Layer):
         y = x.astype(jnp.float32)
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.cfg.eps)
-        y = y.astype(self.precision.compute) * expand_to(self.computed(self.weight), x.ndim)
+        y = y.astype(self.precision.compute)
+        if self.cfg.scale:
+            scale = self.computed(self.weight)
+            y = y * expand_to(scale + self.cfg.offset if self.cfg.offset else scale, x.ndim)
         return y + expand_to(self.computed(self.bias), x.ndim) if self.cfg.bias else y

@@ -18,7 +18,6 @@ from axlearn_plugins_quantization.feature import weight_only_config
 from axlearn_plugins_quantization.store import quantize_params
 from axlearn_plugins_serving.local_engine import serve
 from support import generated_models, model_table
-from support.benchmark_scripts import load_benchmark
 from support.imported_models import MODELS, expected_results, folder, loaded, model_types, opened
 
 QUICK = {"llama3"}
@@ -125,13 +124,11 @@ def test_an_export_has_every_value_and_transformers_reads_it(name, tmp_path):
         np.testing.assert_allclose(logits, expected["packed_logits"][:, : logits.shape[1]], atol=1e-4)
 
 
-def test_every_type_has_a_fixture_an_experiment_and_plans():
-    plans = load_benchmark("published_plans")
+def test_every_type_has_a_fixture_and_an_experiment():
     experiments = model_table.experiments()
     for name in model_table.text_types():
         assert name in model_types(), f"{name} has no fixture: add one to scripts/make_hf_fixtures.py"
-        assert any(e in plans.TARGETS for e in experiments[name]), f"no experiment of {name} has a plan for a GPU"
-        assert any(e in plans.TPU_TARGETS for e in experiments[name]), f"no experiment of {name} has a plan for a TPU"
+        assert experiments.get(name), f"{name} has no experiment with a published size"
 
 
 def test_the_page_shows_the_table():

@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786), with the sizes from their `config.json`."""
+"""Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786), with published sizes."""
 
 from typing import Any
 
@@ -11,6 +11,30 @@ GEMMA_2 = {
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
 }  # fmt: skip
 """Sizes that both Gemma 2 models share."""
+
+
+def gemma_2b() -> Trainer.Config:
+    """Pretrain Gemma 2B on 3 trillion tokens.
+
+    2.51B parameters. Sizes: huggingface.co/google/gemma-2b/blob/main/config.json.
+    """
+    sizes = {
+        "vocab_size": 256_000, "num_hidden_layers": 18, "hidden_size": 2048, "intermediate_size": 16_384,
+        "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
+    }  # fmt: skip
+    return pretraining(published_model("gemma", sizes), sequence_length=8192, peak=3e-4, max_steps=360_000)
+
+
+def gemma_7b() -> Trainer.Config:
+    """Pretrain Gemma 7B on 6 trillion tokens.
+
+    8.54B parameters. Sizes: huggingface.co/google/gemma-7b/blob/main/config.json.
+    """
+    sizes = {
+        "vocab_size": 256_000, "num_hidden_layers": 28, "hidden_size": 3072, "intermediate_size": 24_576,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256,
+    }  # fmt: skip
+    return pretraining(published_model("gemma", sizes), sequence_length=8192, peak=3e-4, max_steps=720_000)
 
 
 def gemma2_2b() -> Trainer.Config:

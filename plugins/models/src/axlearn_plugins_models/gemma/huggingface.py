@@ -1,4 +1,4 @@
-"""Gemma 2 and the text models of Gemma 3 in Hugging Face format."""
+"""Gemma, Gemma 2 and the text models of Gemma 3 in Hugging Face format."""
 
 from typing import Any, ClassVar
 
@@ -10,6 +10,29 @@ from axlearn_plugins_models.huggingface.table import Rule
 NORMS = {"attention_norm": "input_layernorm", "attention_post_norm": "post_attention_layernorm",
          "feed_forward_norm": "pre_feedforward_layernorm", "feed_forward_post_norm": "post_feedforward_layernorm"}  # fmt: skip
 PATTERN = "sliding_window_pattern|_sliding_window_pattern"
+
+
+class Gemma(d.RopeDecoder):
+    """Gemma: a Llama with scaled embeddings, and norms with an offset."""
+
+    experiment = "llama3-8b"
+    architectures = ("GemmaForCausalLM",)
+    keys: ClassVar = {
+        **d.RopeDecoder.keys, "attention_bias": d.ATTENTION_BIAS,
+        "num_key_value_heads": Key(f"{d.ATTENTION}.num_kv_heads", default=16),
+        "head_dim": Key(f"{d.ATTENTION}.head_dim", default=256),
+        "tie_word_embeddings": Key("model.decoder.head", default=True, values=d.TIED.values),
+        # Early files have "gelu". It also means the approximation.
+        "hidden_act": Key(f"{d.FEED_FORWARD}.activation", default="gelu_pytorch_tanh",
+                          values={"gelu_pytorch_tanh": "gelu_tanh", **d.ACTIVATIONS, "gelu": "gelu_tanh"}),
+        "use_bidirectional_attention": Key(f"{d.ATTENTION}.causal", default=None, values={None: True, False: True}),
+    }  # fmt: skip
+    unused_keys = ("hidden_activation",)
+    norm: ClassVar = {"type": "rms-norm", "offset": 1.0}
+
+    def settings(self, hf: Settings) -> Json:
+        """Return settings for the position encoding, the norms and the scaled embeddings."""
+        return super().settings(hf) | {"model.decoder.embedding.scale": True}
 
 
 class Gemma2(Family):

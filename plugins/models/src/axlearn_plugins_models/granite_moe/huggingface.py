@@ -9,6 +9,14 @@ from axlearn_plugins_models.huggingface.table import Rule
 OURS, MOE = f"{d.OURS}.feed_forward", f"{d.THEIRS}.block_sparse_moe"
 SHARED = f"{d.THEIRS}.shared_mlp"
 
+MULTIPLIERS = {
+    "embedding_multiplier": Key("model.decoder.embedding.multiplier", default=1.0, read=float),
+    "residual_multiplier": Key(f"{d.LAYER}.residual_multiplier", default=1.0, read=float),
+    "attention_multiplier": Key(f"{d.ATTENTION}.scale", default=1.0, read=float),
+    "logits_scaling": Key("model.decoder.output_multiplier", default=1.0, read=lambda n: 1 / n, write=lambda n: 1 / n),
+}
+"""Keys of the factors of all Granite models."""
+
 
 class GraniteMoe(d.RopeDecoder):
     """Granite 3: experts in every layer, and factors for embeddings, scores, residual sums and logits."""
@@ -17,10 +25,7 @@ class GraniteMoe(d.RopeDecoder):
     architectures = ("GraniteMoeForCausalLM",)
     keys: ClassVar = {
         **d.MIXTURE, "num_local_experts": f"{d.FEED_FORWARD}.num_experts", "intermediate_size": f"{d.FEED_FORWARD}.hidden_dim",
-        "embedding_multiplier": Key("model.decoder.embedding.multiplier", default=1.0, read=float),
-        "residual_multiplier": Key(f"{d.LAYER}.residual_multiplier", default=1.0, read=float),
-        "attention_multiplier": Key(f"{d.ATTENTION}.scale", default=1.0, read=float),
-        "logits_scaling": Key("model.decoder.output_multiplier", default=1.0, read=lambda n: 1 / n, write=lambda n: 1 / n),
+        **MULTIPLIERS,
     }  # fmt: skip
     fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu"}
     rules: ClassVar = (

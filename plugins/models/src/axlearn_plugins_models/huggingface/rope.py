@@ -30,12 +30,14 @@ class Kind:
         base: Key of its theta in files that transformers 4 wrote.
         theta: Default theta.
         scaled: Whether `rope_scaling` of transformers 4 applies to these layers.
+        share: Key of the share of a head that rotates.
     """
 
     name: str
     base: str
     theta: float
     scaled: bool
+    share: str = FACTOR
 
 
 class Entries(Json):
@@ -69,13 +71,13 @@ def parameters(hf: Settings, kind: Kind = ALL_LAYERS, kinds: Sequence[Kind] = ()
     for place, values in (
         (path, entries),
         ("rope_scaling", _mapping(hf, "rope_scaling") if kind.scaled else {}),
-        ("", {"rope_theta": hf.get(kind.base), FACTOR: hf.get(FACTOR)}),
+        ("", {"rope_theta": hf.get(kind.base), FACTOR: hf.get(kind.share)}),
     ):
         for name, value in values.items():
             if value is None:
                 continue
             key = "rope_type" if name == "type" else name
-            key_path = f"{place}.{name}" if place else kind.base if name == "rope_theta" else name
+            key_path = f"{place}.{name}" if place else kind.base if name == "rope_theta" else kind.share
             if merged.setdefault(key, value) != value:
                 raise _contradiction(key, origin[key], merged[key], key_path, value)
             origin.setdefault(key, key_path)
@@ -121,12 +123,14 @@ def _contradiction(key: str, first: str, first_value: Any, second: str, second_v
     )
 
 
-def read_rope(hf: Settings, *, rope: Json | None = None, **fields: Any) -> Json:
+def read_rope(hf: Settings, *, rope: Json | None = None, fraction: float | None = None, **fields: Any) -> Json:
     """Return the config of the position encoding, as plain data.
 
     Args:
         hf: `config.json`.
         rope: Entries, if they are not those of `parameters`.
+        fraction: Share of each head that rotates if the entries have no `partial_rotary_factor`. None if the family always
+            rotates whole heads; another share is then an error.
         fields: Other fields of the config.
 
     Raises:
@@ -141,8 +145,10 @@ def read_rope(hf: Settings, *, rope: Json | None = None, **fields: Any) -> Json:
     kind = rope["rope_type"]
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise unsupported(path("rope_type"), kind, SCALINGS)
-    if rope.get(FACTOR, 1.0) != 1.0:
+    if fraction is None and rope.get(FACTOR, 1.0) != 1.0:
         raise unsupported(path(FACTOR), rope[FACTOR], [1.0])
+    if fraction is not None:
+        fields["fraction"] = float(rope.get(FACTOR, fraction))
     names = (*_COMMON, *ENTRIES[kind], *_IDLE)
     for name in rope:
         if name not in names:
@@ -159,14 +165,20 @@ def read_rope(hf: Settings, *, rope: Json | None = None, **fields: Any) -> Json:
     return {"type": "rope", "theta": _number(rope, "rope_theta"), "scaling": SCALINGS[kind](rope, hf), **fields}
 
 
-def write_rope(position: Any) -> Json:
-    """Return the `rope_parameters` of a position encoding."""
+def write_rope(position: Any, *, partial: bool = False) -> Json:
+    """Return the `rope_parameters` of a position encoding.
+
+    Args:
+        position: Config of the encoding.
+        partial: Write the share of each head that rotates, for a family that reads it.
+    """
     scaling = position.scaling
+    common = {"rope_theta": position.theta, **({FACTOR: position.fraction} if partial else {})}
     if scaling is None:
-        return {"rope_type": "default", "rope_theta": position.theta}
+        return {"rope_type": "default", **common}
     kind, names = WRITTEN[type(scaling).__name__]
     values = {names[k]: v for k, v in children(scaling).items() if k in names and v is not None}
-    return {"rope_type": kind, "rope_theta": position.theta, **values}
+    return {"rope_type": kind, **common, **values}
 
 
 def missing_forms(data: Json, kinds: Sequence[Kind] = (ALL_LAYERS,)) -> Json:
@@ -179,8 +191,10 @@ def missing_forms(data: Json, kinds: Sequence[Kind] = (ALL_LAYERS,)) -> Json:
     keys: Json = {"rope_parameters": {k.name: v for k, v in entries.items()} if several else entries[kinds[0]]}
     for kind, entry in entries.items():
         keys[kind.base] = entry["rope_theta"]
+        if FACTOR in entry:
+            keys[kind.share] = entry[FACTOR]
         if kind.scaled and entry["rope_type"] != "default":
-            keys["rope_scaling"] = {k: v for k, v in entry.items() if k != "rope_theta"}
+            keys["rope_scaling"] = {k: v for k, v in entry.items() if k not in ("rope_theta", FACTOR)}
     return {key: value for key, value in keys.items() if not data.get(key)}
 
 

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from axlearn_plugins_models.huggingface.decoder import RopeDecoder
+from axlearn_plugins_models.huggingface.decoder import ATTENTION_BIAS, MLP_BIAS, RopeDecoder
 
 
 class Llama(RopeDecoder):
@@ -10,4 +10,4 @@ class Llama(RopeDecoder):
 
     experiment = "llama3-8b"
     architectures = ("LlamaForCausalLM",)
-    fixed: ClassVar = {"attention_bias": False, "mlp_bias": False}
+    keys: ClassVar = {**RopeDecoder.keys, "attention_bias": ATTENTION_BIAS, "mlp_bias": MLP_BIAS}

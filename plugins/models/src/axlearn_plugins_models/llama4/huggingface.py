@@ -25,7 +25,7 @@ class Llama4(d.RopeDecoder):
     keys: ClassVar = {**d.SIZES, **d.HEADS, **d.NORMS, "tie_word_embeddings": d.TIED}
     fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu"}
     unused_keys = ("no_rope_layer_interval", "for_llm_compressor", "intermediate_size_mlp")
-    rope = attrs.evolve(ALL_LAYERS, theta=500_000.0)
+    rope, interleaved = attrs.evolve(ALL_LAYERS, theta=500_000.0), True
     rules: ClassVar = (
         *d.OUTER_RULES, *d.NORM_RULES, *d.ATTENTION_RULES, *d.feed_forward_rules("feed_forward", "feed_forward"),
         *d.feed_forward_rules("feed_forward.shared", "feed_forward.shared_expert"),
@@ -58,7 +58,7 @@ class Llama4(d.RopeDecoder):
         kinds, size = hf.get("layer_types") or default, hf.get(CHUNK, 8192)
         norm = {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-5)), "weight": False}
         norm = norm if hf.get("use_qk_norm", True) else None
-        rope = settings[f"{d.ATTENTION}.position"] | {"interleaved": True}
+        rope = settings[f"{d.ATTENTION}.position"]
         tuning = {"type": "query-temperature", "interval": hf.get("floor_scale", 8192), "scale": hf.get("attn_scale", 0.1)}
         tuning = tuning if hf.get("attn_temperature_tuning", True) else None
         chunks = [{"type": "window", "size": size if kind == CHUNKED else None} for kind in kinds]

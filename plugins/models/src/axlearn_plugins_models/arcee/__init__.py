@@ -1,0 +1,1 @@
+"""Arcee for axlearn-core."""

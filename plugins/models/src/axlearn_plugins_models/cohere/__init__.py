@@ -1,0 +1,1 @@
+"""Cohere for axlearn-core."""

@@ -1,0 +1,1 @@
+"""ERNIE for axlearn-core."""

@@ -1,0 +1,1 @@
+"""EXAONE for axlearn-core."""

@@ -1,0 +1,1 @@
+"""GLM for axlearn-core."""

@@ -1,0 +1,1 @@
+"""GPT-NeoX for axlearn-core."""

@@ -1,0 +1,1 @@
+"""Granite for axlearn-core."""

@@ -1,0 +1,1 @@
+"""Helium for axlearn-core."""

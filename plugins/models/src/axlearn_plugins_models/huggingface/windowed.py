@@ -1,0 +1,55 @@
+"""Decoders whose layers alternate between sliding windows and global attention, as `layer_types` says."""
+
+from typing import Any, ClassVar
+
+from axlearn_core.config import patch
+from axlearn_plugins_models.huggingface import decoder as d
+from axlearn_plugins_models.huggingface.family import Json, Settings, unsupported
+from axlearn_plugins_models.huggingface.layer_cycle import FULL, SLIDING, cycle_of, each_value, window_cycle, window_types
+
+PATTERN = "sliding_window_pattern"
+POSITION, WINDOW = f"{d.ATTENTION}.position", f"{d.ATTENTION}.window"
+
+
+class WindowedDecoder(d.RopeDecoder):
+    """Base class for families with windows in some layers.
+
+    Attributes:
+        every: n, if every nth layer is global by default.
+        window: Default size of a window.
+        global_positions: Whether layers with global attention have a position encoding.
+    """
+
+    every: ClassVar[int] = 4
+    window: ClassVar[int] = 4096
+    global_positions: ClassVar[bool] = True
+
+    def kinds(self, hf: Settings) -> list[str]:
+        """Return the `layer_types`. Without them, every nth layer is global."""
+        count, every = hf.need("num_hidden_layers"), hf.get(PATTERN, self.every)
+        if (kinds := hf.get("layer_types")) is not None:
+            if wrong := sorted({*kinds} - {SLIDING, FULL}):
+                raise unsupported("layer_types", wrong[0], [SLIDING, FULL])
+            return list(kinds)
+        if type(every) is not int or every < 1:
+            raise unsupported(PATTERN, every, ["a positive integer, or layer_types"])
+        return [SLIDING if (i + 1) % every else FULL for i in range(count)]
+
+    def settings(self, hf: Settings) -> Json:
+        """Return settings for the position encodings and the windows."""
+        settings, size = super().settings(hf), hf.get("sliding_window", self.window)
+        kinds = self.kinds(hf)
+        if size is None:
+            return settings
+        if not self.global_positions:
+            settings[POSITION] = cycle_of([settings[POSITION] if kind == SLIDING else None for kind in kinds])
+        return settings | {WINDOW: window_cycle(kinds, size)}
+
+    def export_keys(self, config: Any) -> Json:
+        """Return the `config.json` keys; the inverse of `settings`."""
+        decoder = config.model.decoder
+        kinds, size = window_types(decoder.layer.attention.window, decoder.num_layers)
+        if not self.global_positions:
+            positions = each_value(decoder.layer.attention.position, decoder.num_layers)
+            config = patch(config, {POSITION: next(filter(None, positions))})
+        return super().export_keys(config) | {"layer_types": kinds, "sliding_window": size}

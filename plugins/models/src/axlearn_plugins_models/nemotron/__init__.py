@@ -1,0 +1,1 @@
+"""Nemotron for axlearn-core."""

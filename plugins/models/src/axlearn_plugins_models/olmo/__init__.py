@@ -1,0 +1,1 @@
+"""OLMo for axlearn-core."""

@@ -1,0 +1,1 @@
+"""Phi for axlearn-core."""

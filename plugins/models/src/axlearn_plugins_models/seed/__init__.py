@@ -1,0 +1,1 @@
+"""Seed-OSS for axlearn-core."""

@@ -1,0 +1,1 @@
+"""SmolLM for axlearn-core."""

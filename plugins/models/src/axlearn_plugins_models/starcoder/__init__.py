@@ -1,0 +1,1 @@
+"""StarCoder for axlearn-core."""
