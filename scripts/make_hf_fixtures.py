@@ -93,6 +93,7 @@ GROUPS = {
     "norm_topk_prob": True,
     "rope_theta": 10000.0,
 }
+INDEXER = {"moe_intermediate_size": 8, "index_head_dim": 16, "index_n_heads": 8, "index_topk": 6}
 GRANITE = {
     "intermediate_size": 16,
     "num_local_experts": 4,
@@ -142,6 +143,14 @@ MODELS = {
     "hunyuan-moe": ("HunYuanMoEV1", {"intermediate_size": 16, "num_experts": 4, "moe_topk": 2, "head_dim": 16,
                                      "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0,
                                                          "factor": 1.0}}, {}),
+    "llama4": ("Llama4", {"intermediate_size": 16, "intermediate_size_mlp": 24, "num_hidden_layers": 4, "num_local_experts": 4,
+                          "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2,
+                          "attention_chunk_size": 8, "floor_scale": 6, "attn_scale": 0.3, "head_dim": 8,
+                          "rope_theta": 10000.0}, {}),
+    "deepseek-v32": ("DeepseekV32", {**LATENT, **INDEXER, "num_hidden_layers": 2, "q_lora_rank": 24, "n_group": 4,
+                                     "topk_group": 2, "rope_parameters": YARN}, {}),
+    "glm-moe-dsa": ("GlmMoeDsa", {**LATENT, **INDEXER, "q_lora_rank": 16, "kv_lora_rank": 12, "n_shared_experts": 1, "rope_theta": 10000.0,
+                                  "indexer_types": ["full", "shared", "full"]}, {}),
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}, {}),
     "phi3": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
                       "hidden_size": 64, "sliding_window": 8}, {}),
@@ -196,7 +205,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 def build(kind: str, more: dict, seed: int) -> torch.nn.Module:
     """The model, with weights that bfloat16 holds exactly."""
-    prefix = "Gemma3Text" if kind == "Gemma3" else kind
+    prefix = f"{kind}Text" if kind in ("Gemma3", "Llama4") else kind
     sizes = {"bos_token_id": 1, "eos_token_id": 2} if kind == "GPT2" else SIZES
     config = getattr(transformers, f"{prefix}Config")(**{**sizes, **more}, attn_implementation="eager")
     head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
@@ -248,9 +257,11 @@ def expectations(model: torch.nn.Module, gradients: bool) -> dict[str, torch.Ten
     prompt = draw(1, 12)
     with torch.no_grad():
         generated = model.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
-        top = model(generated).logits[0, 11:-1].topk(2).values
+        logits = model(generated).logits[0, 11:-1]
+        top = logits.topk(2).values
         if (
             generated.shape[1] != 12 + NEW
+            or (logits.argmax(-1) != generated[0, 12:]).any()  # rounding changed the keys that an indexer selects
             or (top[:, 0] - top[:, 1]).min() < MARGIN
             or len(set(generated[0, 12:].tolist())) < 8
         ):

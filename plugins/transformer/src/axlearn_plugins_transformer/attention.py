@@ -122,6 +122,7 @@ class Attention(Layer):
             softcap: Soft cap of the scores, or None.
             window: Number of positions that a query attends to, including its own: an int, a node that builds an int or None,
                 or None for all.
+            chunk: Size of the chunks of positions that attention stays within (Llama 4), or None. As `window`, it may be a node.
             causal: Hide later positions from each query. Set it to False for encoders.
             kernel: Implementation of the `attention` op, or of the op that `kv_cache` uses. None selects the best one.
             query: Query projection.
@@ -145,6 +146,7 @@ class Attention(Layer):
         scale: float | None = setting(default=None, gt=0)
         softcap: float | None = setting(default=None, gt=0)
         window: int | Node[int | None] | None = setting(default=None, ge=1)
+        chunk: int | Node[int | None] | None = setting(default=None, ge=1, hide_default=True)
         causal: bool = True
         kernel: str | None = setting(default=None, kind="execution")
         query: Node[Projection] = Linear.Config()
@@ -209,7 +211,8 @@ class Attention(Layer):
             context: Facts about the rows. With a cache, it has slots and positions, and no segments. In a serving step, every
                 token is a row.
         """
-        return masks.visible(context, window_of(self.cfg.window), causal=self.cfg.causal)
+        mask, chunk = masks.visible(context, window_of(self.cfg.window), causal=self.cfg.causal), window_of(self.cfg.chunk)
+        return mask if chunk is None else mask & masks.chunked(context, chunk)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""

@@ -25,7 +25,7 @@ class Ernie45Moe(d.RopeDecoder):
     fixed: ClassVar = {"use_bias": False, "hidden_act": "silu", "moe_norm_min": 1e-12}
     unused_keys: ClassVar = ("moe_capacity", "moe_gate", "moe_use_aux_free")
     ignored: ClassVar = (*d.RopeDecoder.ignored, "*mtp*")
-    rope = attrs.evolve(ALL_LAYERS, theta=500_000.0)
+    rope, interleaved = attrs.evolve(ALL_LAYERS, theta=500_000.0), True
     interleaved = True
     rules: ClassVar = (
         *SHARED_EXPERT_RULES,
