@@ -19,7 +19,6 @@ from axlearn_plugins_verify.prove.shrink import SIZES, shrink, synthetic_batch
 from axlearn_plugins_verify.prove.structure import describe_structure
 from support import toy_models
 
-
 PAGES_AND_MICROBATCHES = ("quickstart", "cache-int8", "gradient-accumulation:steps=8")
 describe = functools.cache(describe_structure)
 """Describes each config once for all tests."""
@@ -175,7 +174,9 @@ def test_a_size_that_cannot_be_shrunk_is_named(monkeypatch):
     monkeypatch.setattr(shrinking, "_attempts", lambda config: iter(()))
     sizes = {"model.decoder.hidden_dim": 32_770, "model.decoder.layer.attention.head_dim": 8}
     config = patch(small("quickstart").config, sizes)
-    with pytest.raises(RequestError, match=r"model\.decoder\.hidden_dim: cannot be shrunk[\s\S]*got: 32770[\s\S]*fix: "):
+    with pytest.raises(
+        RequestError, match=r"model\.decoder\.hidden_dim: cannot be shrunk[\s\S]*got: 32770[\s\S]*fix: "
+    ):
         shrink(config)
 
 
