@@ -47,23 +47,36 @@ def cover():
     missing = {(n, x) for n in names for x in (*LAYOUTS, *toy_models.experiments())} | {(a, b) for _, a, b in together}
     rows = dict.fromkeys(ROWS, ())
 
-    def add(row, names, most):
-        """Adds those of the features that cover most of what is missing."""
-        while len(rows[row]) < most:
-            gains = {n: _gain(row, rows[row], n, missing) for n in names if _joins(row, rows[row], n, together)}
-            best = max(gains, key=gains.get, default=None)
-            if best is None or not gains[best] or not toy_models.fits(row[1], *rows[row], best):
-                return
-            rows[row] = (*rows[row], best)
-            missing.difference_update(covered(row, rows[row]))
+    def put(row, more):
+        """Adds features, if they go with those of the row."""
+        chosen = tuple(n for n in names if n in more or n in rows[row])  # in the order in which pairs were tried
+        if len(chosen) > 2 * MOST or not toy_models.fits(row[1], *chosen):
+            return False
+        rows[row] = chosen
+        missing.difference_update(covered(row, chosen))
+        return True
+
+    def room(pair):
+        """The rows that may have room for a pair."""
+        added = [n for n in pair if n in names]
+        return [
+            row
+            for row in ROWS
+            if set(pair) <= {*row, *names} and all(n in rows[row] or _joins(row, rows[row], n, together) for n in added)
+        ]
 
     for row in ROWS:
-        if row[0] in LAYOUTS:
-            add(row, names, MOST)
-    for pair in sorted(missing):  # what the first pass left over, wherever it has room
-        for row in ROWS:
-            if pair in missing and set(pair) <= {*rows[row], *row, *names}:
-                add(row, [n for n in pair if n in names], 2 * MOST)
+        while row[0] in LAYOUTS and len(rows[row]) < MOST:
+            gains = {n: _gain(row, rows[row], n, missing) for n in names if _joins(row, rows[row], n, together)}
+            best = max(gains, key=gains.get, default=None)
+            if best is None or not gains[best] or not put(row, (best,)):
+                break
+    # What the first pass left over, wherever it has room: first the pairs that few rows are left for.
+    left = set(missing)
+    while left:
+        pair = min(sorted(left), key=lambda p: len(room(p)))
+        any(put(row, pair) for row in room(pair))
+        left = (left - {pair}) & missing
     return rows, missing
 
 

@@ -27,6 +27,7 @@ SIZES = {
 PUBLISHED = frozenset(
     """
     deepseek-v2-lite deepseek-v3 gemma2-2b gemma2-9b gemma3-4b gpt2-1.5b gpt2-124m mistral-7b mixtral-8x7b qwen2.5-7b qwen3-8b
+    gpt-oss-20b gpt-oss-toy qwen3-next-80b-a3b qwen3-next-toy
     """.split()  # noqa: SIM905
 )
 """Made from a `config.json` by the table that imports weights: the tests of that table try their parts, by family."""
@@ -43,10 +44,15 @@ def features():
     return [entry.name for entry in registry().entries("features")]
 
 
+OPTIONS = {"mamba2": "head_dim=8"}
+"""Of features whose default sizes are for wide models: eight heads, as the attention has."""
+
+
 def use(name):
     """The text of `--with` for a feature, and for those that it needs."""
     cls = registry().feature(name)
-    return [f"{name}:{cls.example}" if cls.example else name, *(text for n in cls.needs for text in use(n))]
+    options = OPTIONS.get(name, cls.example)
+    return [f"{name}:{options}" if options else name, *(text for n in cls.needs for text in use(n))]
 
 
 @functools.cache

@@ -103,7 +103,8 @@ class Mamba2(LinearAttentionLayer):
                 )
             )
         self.values, self.keys = (heads, cfg.head_dim), (cfg.num_groups, cfg.state_dim)
-        head_axes, group_axes = ("heads", "head_dim"), ("kv", "head_dim")
+        head_axes = ("heads", "head_dim")
+        group_axes = ("kv" if cfg.num_groups > 1 else None, "head_dim")  # one group serves all heads on every device
 
         def project(cfg_map: Node[Projection], out: tuple[int, ...], *axes: str | None) -> Any:
             return self.child(cfg_map, rngs=rngs, input_dims=(width,), output_dims=out, axes=("embed", *axes))
