@@ -74,6 +74,14 @@ LATENT = {
     "v_head_dim": 10,
 }
 
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 20}
+
 # name -> (class, config, options): shards, gradients
 MODELS = {
     "llama2": ("Llama", {"num_key_value_heads": 4}, {"gradients": True}),
@@ -91,6 +99,10 @@ MODELS = {
     "qwen2": ("Qwen2", {}, {}),
     "mistral": ("Mistral", {"sliding_window": 8}, {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}),
+    "gpt-oss": ("GptOss", {"head_dim": 16, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
+                           "sliding_window": 5, "rope_parameters": {**YARN, "truncate": False}}, {}),
+    "qwen3-next": ("Qwen3Next", {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 2, **DELTA_NET, **SHARED_EXPERT,
+                                 "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}, {}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, {}),
 }  # fmt: skip
 

@@ -116,15 +116,21 @@ def find_package(group: str, name: str) -> str | None:
     return names[max(fits, key=len)] if fits else None
 
 
-def not_installed_error(group: str, name: str) -> "RequestError | None":
-    """Return the error for a name whose package is not installed, or None if no index lists the name."""
+def not_installed_error(group: str, name: str, label: str | None = None) -> "RequestError | None":
+    """Return the error for a name whose package is not installed, or None if no index lists the name.
+
+    Args:
+        group: Group of the name in the indexes.
+        name: The unknown name.
+        label: Kind and name for the error message. By default, the singular of the group, and the name.
+    """
     from axlearn_core.errors import RequestError  # `axlearn --help` reads the index and must not import attrs
 
     package = find_package(group, name)
     if package is None:
         return None
-    kind = group.removesuffix("s")
-    return RequestError(f"the {kind} {name!r} is not installed: {package} provides it\n    fix: pip install {package}")
+    label = label or f"{group.removesuffix('s')} {name!r}"
+    return RequestError(f"the {label} is not installed: {package} provides it\n    fix: pip install {package}")
 
 
 def unknown_name_error(kind: str, group: str, name: str, candidates: Sequence[str], listing: str) -> "RequestError":

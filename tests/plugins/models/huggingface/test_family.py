@@ -9,6 +9,7 @@ import pytest
 from axlearn_core.compose import Functional, compose
 from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
+from axlearn_core.plugins import index
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_models.huggingface import stream
@@ -49,6 +50,17 @@ def test_every_tensor_comes_back_and_the_config_too(name, monkeypatch):
     assert source.family.differences(source.data, source.config) == []
     assert source.notes == ()
     assert source.family.differences(source.family.config_json(source.config), source.config) == []
+
+
+def test_a_family_that_is_not_installed_names_its_package(monkeypatch, tmp_path):
+    monkeypatch.setattr(index, "read_packages", lambda group: {f"{PREFIX}bean": "bean-models"})
+    (tmp_path / "config.json").write_text('{"model_type": "bean"}')
+    for ask in (lambda: family("bean"), lambda: open_model(tmp_path)):
+        with pytest.raises(RequestError) as caught:
+            ask()
+        assert str(caught.value) == (
+            "the Hugging Face model_type 'bean' is not installed: bean-models provides it\n    fix: pip install bean-models"
+        )
 
 
 def test_a_relative_hidden_size_is_written_as_a_number():

@@ -16,6 +16,7 @@ TOTALS = {
     "gemma2-2b": 2_614_341_888,
     "gemma2-9b": 9_241_705_984,
     "gemma3-4b": 3_880_263_168,
+    "gpt-oss-20b": 20_914_757_184,
     "gpt2-1.5b": 1_557_611_200,
     "gpt2-124m": 124_439_808,
     "llama2-70b": 68_976_648_192,
@@ -26,11 +27,12 @@ TOTALS = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-next-80b-a3b": 79_674_391_296,
 }
 
 
 def test_every_published_experiment_is_here():
-    small = {"quickstart", "vit-b16", "vit-tiny"}
+    small = {"gpt-oss-toy", "quickstart", "qwen3-next-toy", "vit-b16", "vit-tiny"}
     assert {e.name for e in registry().entries("experiments")} - small == TOTALS.keys()
 
 

@@ -16,6 +16,7 @@ from axlearn_core.config.flat import Change
 from axlearn_core.config.kinds import change_kinds
 from axlearn_core.config.tree import children
 from axlearn_core.errors import ConfigError, Problem, RequestError, nearest, unknown
+from axlearn_core.plugins.index import not_installed_error
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
@@ -23,7 +24,7 @@ from axlearn_plugins_models.huggingface.files import StoredTensor
 from axlearn_plugins_models.huggingface.quantized_tensors import SCHEMES, Scheme, dequantize, read_scheme
 from axlearn_plugins_models.huggingface.table import Rule, Tensor, layout
 
-PREFIX = "huggingface-"
+PREFIX, KIND = "huggingface-", "Hugging Face model_type"
 Json = dict[str, Any]
 
 IRRELEVANT = frozenset(
@@ -303,14 +304,23 @@ def _with_derived_sizes(model: Node[Any]) -> Node[Any]:
 
 
 def family(model_type: str) -> Family:
-    """Return the installed family of a `model_type`. Raise `RequestError` with the nearest names if there is none."""
+    """Return the installed family of a `model_type`.
+
+    Raises:
+        RequestError: There is none. The error names its package, or the nearest names.
+    """
     names = families()
     if model_type not in names:
-        raise unknown("Hugging Face model_type", model_type, names, listing="axlearn plugins list")
+        raise not_installed(model_type) or unknown(KIND, model_type, names, listing="axlearn plugins list")
     cls: Any = registry().component(PREFIX + model_type)
     instance = cls.owner()
     instance.model_type = model_type
     return instance
+
+
+def not_installed(model_type: str) -> RequestError | None:
+    """Return the error for a family whose package is not installed, or None if no index lists the family."""
+    return not_installed_error("components", PREFIX + model_type, f"{KIND} {model_type!r}")
 
 
 def families() -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError, unknown
 from axlearn_plugins_models.huggingface import files
-from axlearn_plugins_models.huggingface.family import Json, families, family
+from axlearn_plugins_models.huggingface.family import KIND, Json, families, family, not_installed
 from axlearn_plugins_models.huggingface.files import StoredTensor
 
 SHOWN = 8
@@ -17,15 +17,18 @@ SHOWN = 8
 def unknown_type(directory: Path, data: Json) -> RequestError:
     """Return the error for a model directory whose `model_type` has no family.
 
-    Compares every family with its `config.json` and tensor names. The message names the family with the fewest differences,
-    and lists what a family for this type would have to add.
+    If an index lists the type, the message names the package to install. Otherwise, compares every family with its
+    `config.json` and tensor names. The message then names the family with the fewest differences, and lists what a family for
+    this type would have to add.
 
     Args:
         directory: Model directory.
         data: Content of its `config.json`.
     """
     name = str(data.get("model_type", "(none)"))
-    error = unknown("Hugging Face model_type", name, families())
+    if error := not_installed(name):
+        return error
+    error = unknown(KIND, name, families())
     try:
         stored, unread = files.stored_tensors(directory), ""
     except CheckpointError as refused:

@@ -27,6 +27,9 @@ def gpt_oss_20b() -> Trainer.Config:
 
 
 def gpt_oss_toy() -> Trainer.Config:
-    """Train a small gpt-oss on the quickstart's data, in about three minutes on two CPU cores."""
+    """Train a small gpt-oss on the quickstart's data, in about three minutes on two CPU cores.
+
+    0.764M parameters.
+    """
     model = ax.patch(published_model("gpt_oss", PUBLISHED | TOY), {"dtype": "float32"})
     return ax.patch(ax.resolve("quickstart").config, {"model": model})
