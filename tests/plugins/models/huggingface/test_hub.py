@@ -191,10 +191,10 @@ def test_commands_read_the_environment(hub, tmp_path):
         assert process.returncode == code, process.stderr
         return process.stdout if code == 0 else process.stderr
 
-    home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.endpoint}
+    home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0"}
     words = ("generate", "org/gated", "--prompt", "w1 w2", "--max-tokens", "3")
     assert "denied access" in call(*words, code=2, **home)
-    text = call(*words, HF_TOKEN=hub.token, **home)
-    assert call(*words, HF_HUB_OFFLINE="1", **home) == text
+    text = call(*words, **home, HF_TOKEN=hub.token)
+    assert call(*words, **home | {"HF_HUB_OFFLINE": "1"}) == text
     assert (tmp_path / "home/hub/models--org--gated").is_dir()
-    assert "HF_HUB_OFFLINE is set" in call("serve", "org/tiny", code=2, HF_HUB_OFFLINE="1", **home)
+    assert "HF_HUB_OFFLINE is set" in call("serve", "org/tiny", code=2, **home | {"HF_HUB_OFFLINE": "1"})

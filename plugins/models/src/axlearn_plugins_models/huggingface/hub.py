@@ -187,7 +187,7 @@ def _refusal(name: HubName, error: Exception) -> RequestError | None:
     if isinstance(error, errors.RepositoryNotFoundError):
         return RequestError(
             f"{name} is not a local directory, and there is no such repository at {constants.ENDPOINT}\n"
-            "    fix: check the spelling; for a private repository, set HF_TOKEN to a token with access"
+            "    fix: check the spelling of the path or the name; for a private repository, set HF_TOKEN to a token with access"
         )
     if status in (401, 403):
         return RequestError(
@@ -210,7 +210,7 @@ def _failure(name: HubName, error: Exception) -> RequestError:
         reason, fix = f"{constants.ENDPOINT} cannot be reached: {text[:200]}", "check the connection and HF_ENDPOINT"
     return RequestError(
         f"{name} is not a local directory, and not a complete model in the cache of the Hugging Face hub; {reason}\n"
-        f"    got: the cache {constants.HF_HUB_CACHE}\n    fix: {fix}, or use the path of a directory"
+        f"    got: the cache {constants.HF_HUB_CACHE}\n    fix: {fix}, or use the path of a run or a model directory"
     )
 
 
