@@ -19,6 +19,7 @@ from axlearn_plugins_models.huggingface.quantized_tensors import KEY, QuantizedT
 from axlearn_plugins_models.huggingface.table import Tensor
 from axlearn_plugins_models.huggingface.text_facts import CONFIG, TOKENIZER, read_text_facts
 from axlearn_plugins_models.huggingface.unknown import unknown_type
+from axlearn_plugins_models.huggingface.unread_keys import check_unread
 
 MAX_SIZE = 1 << 24
 """Maximum value of a size in a config.json, such as a vocabulary size or a width."""
@@ -104,6 +105,7 @@ def open_model(
     all_tensors = files.stored_tensors(directory)
     _check_sizes(directory, data, len(all_tensors))
     base, unread = _resolve(model_family, directory, data, settings)
+    check_unread(data, unread, model_family.model_type)
     length = data.get("max_position_embeddings") or data.get("n_positions")
     length = length if type(length) is int else None
     trainer: Any = base.config
