@@ -42,7 +42,7 @@ class LatentAttention(Layer):
     """
 
     @node
-    class Config(Layer.Config["LatentAttention"], WindowRole, AttentionKernelRole):
+    class Config(Layer.Config["LatentAttention"], WindowRole, AttentionKernelRole, ScoreScaleRole):
         """Settings for the heads, the latents and the optional parts.
 
         The default sizes follow the paper's ratios (R = 4 H, P = H / 2, U = H, Q = 0.3 D). `softcap`, `window`, `causal` and
@@ -58,7 +58,7 @@ class LatentAttention(Layer):
                 (DeepSeek-V2-Lite).
             position: Position encoding, or None.
             norm: Norm of the latents, or None.
-            scale: Factor applied to the scores (default: (head_dim + rope_head_dim) ** -0.5).
+            scale: Factor applied to the scores (default: (head_dim + rope_head_dim) ** -0.5); see `score_scale`.
             latent_cache: Layout of the cache.
         """
 
@@ -71,7 +71,7 @@ class LatentAttention(Layer):
         query_rank: int | Node[int] | None = setting(default=Scaled(factor=0.3, multiple_of=64), ge=1)
         position: Node[PositionEncoding] | None = None
         norm: Node[Norm] | None = RMSNorm.Config()
-        scale: float | None = setting(default=None, gt=0)
+        scale: float | Node[float] | None = setting(default=None, gt=0)
         softcap: float | None = setting(default=None, gt=0)
         window: int | Node[int | None] | None = setting(default=None, ge=1)
         causal: bool = True
@@ -229,7 +229,7 @@ class LatentAttention(Layer):
             k,
             v,
             mask=mask,
-            scale=cfg.scale or (self.head_dim + self.rope_dim) ** -0.5,
+            scale=score_scale(cfg.scale, self.head_dim + self.rope_dim, cfg.input_dim, grows=cfg.head_dim is None),
             softcap=cfg.softcap,
             bias=None if cfg.position is None else bias_of(self.position),
             query_slots=None if slots is None else context.slots,
