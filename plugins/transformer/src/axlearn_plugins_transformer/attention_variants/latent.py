@@ -16,12 +16,12 @@ from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_transformer.attention import PositionEncoding, bias_of, cached_slots, window_of
+from axlearn_plugins_transformer.attention import PositionEncoding, bias_of, cached_slots, score_scale, window_of
 from axlearn_plugins_transformer.attention_variants.latent_cache import ContiguousLatentCache, LatentCache, SeenLatents
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Mask, visible
 from axlearn_plugins_transformer.kv_cache import build_cache, cached_mask, declare_prefix, hide_unwritten
-from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, WindowRole
+from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, ScoreScaleRole, WindowRole
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 
 
