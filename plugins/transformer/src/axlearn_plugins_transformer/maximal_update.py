@@ -40,8 +40,8 @@ class MaximalUpdate(Feature):
     """
 
     stage = "tune"
-    # These features add layers with initializers.
-    after = ("attention-sinks", "output-gate", "quantization")
+    # These features add rules, or layers with initializers.
+    after = ("attention-sinks", "freeze", "output-gate", "quantization")
     excludes = ("schedule-free",)
     example = "base_width=64"
 
