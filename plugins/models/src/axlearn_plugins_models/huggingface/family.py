@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import attrs
 
 from axlearn_core.compose import Functional
-from axlearn_core.config import REQUIRED, Configurable, Node, diff, get, map, size_of
+from axlearn_core.config import REQUIRED, Configurable, Node, diff, factor_of, get, map, size_of
 from axlearn_core.config.flat import Change
 from axlearn_core.config.kinds import change_kinds
 from axlearn_core.config.tree import children
@@ -23,6 +23,7 @@ from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_plugins_models.huggingface.files import StoredTensor
 from axlearn_plugins_models.huggingface.quantized_tensors import SCHEMES, Scheme, dequantize, read_scheme
 from axlearn_plugins_models.huggingface.table import Rule, Tensor, layout
+from axlearn_plugins_transformer.attention import score_scale
 
 PREFIX, KIND = "huggingface-", "Hugging Face model_type"
 Json = dict[str, Any]
@@ -277,14 +278,28 @@ def _width(model: Any) -> int:
 
 
 def _with_hidden_sizes(model: Node[Any]) -> Node[Any]:
-    """Convert hidden sizes that are relative to the width into absolute sizes."""
+    """Convert hidden sizes and factors that are relative to the width into numbers."""
     width = _width(model)
 
     def derive(part: Node[Any]) -> Node[Any]:
-        hidden = children(part).get("hidden_dim")
-        return attrs.evolve(part, hidden_dim=size_of(hidden, width)) if isinstance(hidden, Node) else part
+        fields: Json = children(part)
+        numbers: Json = {}
+        if isinstance(hidden := fields.get("hidden_dim"), Node):
+            numbers["hidden_dim"] = size_of(hidden, width)
+        for name in ("multiplier", "output_multiplier"):
+            if isinstance(factor := fields.get(name), Node):
+                numbers[name] = factor_of(factor, width=width)
+        if isinstance(fields.get("scale"), Node) and fields.get("num_heads"):
+            numbers["scale"] = _score_scale(fields, width)
+        return attrs.evolve(part, **numbers) if numbers else part
 
     return map(model, derive)
+
+
+def _score_scale(attention: Json, width: int) -> float:
+    head_dim = attention["head_dim"] or width // attention["num_heads"]
+    size = head_dim + size_of(attention.get("rope_head_dim", 0), head_dim)
+    return score_scale(attention["scale"], size, width, grows=attention["head_dim"] is None)
 
 
 def _with_derived_sizes(model: Node[Any]) -> Node[Any]:
