@@ -129,7 +129,7 @@ class HandRecurrence(nnx.Module):
         own, length = self.recurrent, x.shape[1]
         gate = 1.0 / (1.0 + jnp.exp(-(x @ own.gate.weight[...] + 0.5)))
         total = jnp.cumsum(jnp.log1p(-gate), axis=1)
-        earlier = jnp.arange(length)[:, None] >= jnp.arange(length)
+        earlier = jnp.arange(length)[:, None] >= jnp.arange(length)[None]
         decays = jnp.where(earlier[None, :, :, None], jnp.exp(total[:, :, None] - total[:, None]), 0.0)
         return jnp.einsum("btsd,bsd->btd", decays, gate * (x @ own.value.weight[...])), None
 
