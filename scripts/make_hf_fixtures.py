@@ -93,6 +93,7 @@ GROUPS = {
     "norm_topk_prob": True,
     "rope_theta": 10000.0,
 }
+INDEXER = {"moe_intermediate_size": 8, "index_head_dim": 16, "index_n_heads": 8, "index_topk": 6}
 GRANITE = {
     "intermediate_size": 16,
     "num_local_experts": 4,
@@ -119,15 +120,18 @@ MODELS = {
                                    "rope_parameters": YARN}, {}),
     "glm4-moe": ("Glm4Moe", {**GROUPS, "n_shared_experts": 2, "attention_bias": True, "use_qk_norm": True, "head_dim": 16,
                              "rope_theta": 10000.0, "partial_rotary_factor": 0.25}, {}),
-    "kimi-k2": ("DeepseekV3", {**LATENT, "moe_intermediate_size": 8, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "kimi-k2": ("DeepseekV3", {**LATENT, "moe_intermediate_size": 8, "q_lora_rank": 24, "n_group": 1, "topk_group": 1,
+                               "n_shared_experts": 1,
                                "routed_scaling_factor": 2.827, "rope_parameters": {**YARN, "beta_fast": 1.0}},
                 {"model_type": "kimi_k2"}),
-    "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "moe_intermediate_size": 8, "q_lora_rank": 24, "mlp_layer_types": ["dense", "dense", "sparse"],
+    "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "moe_intermediate_size": 8, "q_lora_rank": 24,
+                                      "mlp_layer_types": ["dense", "dense", "sparse"],
                                       "rope_theta": 10000.0}, {}),
     "qwen2-moe": ("Qwen2Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                                "shared_expert_intermediate_size": 24, "norm_topk_prob": True}, {}),
     "dots1": ("Dots1", {**GROUPS, "n_shared_experts": 2, "head_dim": 12, "sliding_window": 8, "max_window_layers": 2}, {}),
-    "exaone-moe": ("ExaoneMoe", {**{k: v for k, v in GROUPS.items() if k != "n_routed_experts"}, "num_experts": 8, "head_dim": 12, "sliding_window": 8, "sliding_window_pattern": 2}, {}),
+    "exaone-moe": ("ExaoneMoe", {**{k: v for k, v in GROUPS.items() if k != "n_routed_experts"}, "num_experts": 8,
+                                 "head_dim": 12, "sliding_window": 8, "sliding_window_pattern": 2}, {}),
     "ernie4-5-moe": ("Ernie4_5_Moe", {"num_hidden_layers": 4, "moe_intermediate_size": 12, "moe_num_experts": 4, "moe_k": 2,
                                       "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_interval": 2,
                                       "tie_word_embeddings": False}, {}),
@@ -139,13 +143,22 @@ MODELS = {
     "hunyuan-moe": ("HunYuanMoEV1", {"intermediate_size": 16, "num_experts": 4, "moe_topk": 2, "head_dim": 16,
                                      "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0,
                                                          "factor": 1.0}}, {}),
+    "llama4": ("Llama4", {"intermediate_size": 16, "intermediate_size_mlp": 24, "num_hidden_layers": 4, "num_local_experts": 4,
+                          "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2,
+                          "attention_chunk_size": 8, "floor_scale": 6, "attn_scale": 0.3, "head_dim": 8,
+                          "rope_theta": 10000.0}, {}),
+    "deepseek-v32": ("DeepseekV32", {**LATENT, **INDEXER, "num_hidden_layers": 2, "q_lora_rank": 24, "n_group": 4,
+                                     "topk_group": 2, "rope_parameters": YARN}, {}),
+    "glm-moe-dsa": ("GlmMoeDsa", {**LATENT, **INDEXER, "q_lora_rank": 16, "kv_lora_rank": 12, "n_shared_experts": 1, "rope_theta": 10000.0,
+                                  "indexer_types": ["full", "shared", "full"]}, {}),
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}, {}),
     "phi3": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
                       "hidden_size": 64, "sliding_window": 8}, {}),
     "olmo2": ("Olmo2", {}, {}),
     "olmo3": ("Olmo3", {"sliding_window": 8, "num_hidden_layers": 4, "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
-        "full_attention": {k: v for k, v in YARN.items() if "mscale" not in k} | {"rope_theta": 500000.0, "attention_factor": 1.1}}}, {}),
+        "full_attention": {k: v for k, v in YARN.items() if "mscale" not in k}
+                           | {"rope_theta": 500000.0, "attention_factor": 1.1}}}, {}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "tie_word_embeddings": True}, {}),
     "granite": ("Granite", {k: v for k, v in GRANITE.items() if "expert" not in k and "intermediate" not in k}, {}),
     "cohere": ("Cohere", {"logit_scale": 0.5, "attention_bias": True}, {}),
@@ -193,7 +206,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 def build(kind: str, more: dict, seed: int) -> torch.nn.Module:
     """The model, with weights that bfloat16 holds exactly."""
-    prefix = "Gemma3Text" if kind == "Gemma3" else kind
+    prefix = f"{kind}Text" if kind in ("Gemma3", "Llama4") else kind
     sizes = {"bos_token_id": 1, "eos_token_id": 2} if kind == "GPT2" else SIZES
     config = getattr(transformers, f"{prefix}Config")(**{**sizes, **more}, attn_implementation="eager")
     head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
@@ -245,9 +258,11 @@ def expectations(model: torch.nn.Module, gradients: bool) -> dict[str, torch.Ten
     prompt = draw(1, 12)
     with torch.no_grad():
         generated = model.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
-        top = model(generated).logits[0, 11:-1].topk(2).values
+        logits = model(generated).logits[0, 11:-1]
+        top = logits.topk(2).values
         if (
             generated.shape[1] != 12 + NEW
+            or (logits.argmax(-1) != generated[0, 12:]).any()  # rounding changed the keys that an indexer selects
             or (top[:, 0] - top[:, 1]).min() < MARGIN
             or len(set(generated[0, 12:].tolist())) < 8
         ):

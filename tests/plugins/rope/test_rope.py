@@ -15,7 +15,7 @@ from axlearn_core.nn.layer import Precision
 from axlearn_core.plugins.registry import registry
 from axlearn_plugins_rope.feature import Rope
 from axlearn_plugins_rope.rotary import RotaryEmbedding
-from axlearn_plugins_rope.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from axlearn_plugins_rope.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, base_frequencies
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.norm import RMSNorm
@@ -204,7 +204,7 @@ def test_it_keeps_the_dtype_and_holds_no_parameters():
     ("cfg", "path"),
     [
         (YarnScaling(factor=2.0, original_length=8, beta_slow=40.0), "beta_slow"),
-        (Llama3Scaling(low_frequency_factor=4.0), "low_frequency_factor"),
+        (Llama3Scaling(low_frequency_factor=5.0), "low_frequency_factor"),
         (LinearScaling(), "factor"),
     ],
 )
@@ -212,6 +212,20 @@ def test_scalings_that_make_no_sense(cfg, path):
     with pytest.raises(ConfigError) as error:
         check(cfg)
     assert [p.path for p in error.value.problems] == [path]
+
+
+def test_scalings_without_a_transition():
+    """Kimi K2 and Llama 4 Scout scale each pair by the whole factor, or not at all."""
+    base = base_frequencies(16, 1e4)
+    equal = Llama3Scaling(factor=4.0, original_length=32, low_frequency_factor=1.0, high_frequency_factor=1.0)
+    kept = 32 * base / (2 * np.pi) >= 1
+    assert 0 < kept.sum() < 8
+    np.testing.assert_allclose(equal.build()(16, 1e4).radians, np.where(kept, base, base / 4))
+    yarn_scaled = YarnScaling(factor=4.0, original_length=32, beta_fast=1.0, beta_slow=1.0).build()(16, 1e4).radians
+    ratios = yarn_scaled / base
+    assert ratios[0] == 1
+    np.testing.assert_allclose(ratios[-1], 1 / 4)
+    assert np.sum((ratios > 1 / 4) & (ratios < 1)) <= 1
 
 
 def test_an_odd_head_size_is_an_error():

@@ -134,11 +134,11 @@ class Llama3Scaling(Node[Scaling]):
     high_frequency_factor: float = setting(default=4.0, gt=0)
 
     def validate(self) -> Iterable[Problem]:
-        """Check that `low_frequency_factor` is less than `high_frequency_factor`."""
-        if self.low_frequency_factor >= self.high_frequency_factor:
+        """Check that `low_frequency_factor` is at most `high_frequency_factor`. They are equal in Llama 4 Scout."""
+        if self.low_frequency_factor > self.high_frequency_factor:
             yield Problem(
                 path="low_frequency_factor",
-                message="must be less than high_frequency_factor",
+                message="must be at most high_frequency_factor",
                 got=str(self.low_frequency_factor),
             )
 
@@ -148,7 +148,7 @@ class Llama3Scaling(Node[Scaling]):
         def scale_frequencies(head_dim: int, theta: float) -> Frequencies:
             radians = base_frequencies(head_dim, theta)
             rotations = self.original_length * radians / (2 * math.pi)
-            span = self.high_frequency_factor - self.low_frequency_factor
+            span = max(self.high_frequency_factor - self.low_frequency_factor, 1e-12)
             weight = np.clip((rotations - self.low_frequency_factor) / span, 0, 1)
             return Frequencies(radians * (weight + (1 - weight) / self.factor))
 

@@ -31,6 +31,7 @@ class RMSNorm(Layer):
         Attributes:
             eps: Constant added to the mean square.
             offset: Constant added to the weight, for models that store the weight around zero (Gemma).
+            weight: Learn a weight. Without it, the norm has no parameters (Llama 4).
             kernel: Implementation of the `rms_norm` op. None selects the best one.
             init: Initializer of the weight.
         """
@@ -38,17 +39,20 @@ class RMSNorm(Layer):
         dim: int = interface(default=REQUIRED)
         eps: float = setting(default=1e-6, gt=0)
         offset: float = 0.0
+        weight: bool = setting(default=True, hide_default=True)
         kernel: str | None = setting(default=None, kind="execution")
         init: Node[Initializer] = setting(default=Constant(value=1.0), kind="training")
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
-        self.weight = self.parameter(rngs, cfg.init, (cfg.dim,), ("norm",))
+        if cfg.weight:
+            self.weight = self.parameter(rngs, cfg.init, (cfg.dim,), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalize [..., dim]."""
         cfg = self.cfg
-        return rms_norm.RMSNormOp(x, self.computed(self.weight), eps=cfg.eps, offset=cfg.offset).run(cfg.kernel)
+        weight = self.computed(self.weight) if cfg.weight else jnp.ones(cfg.dim, self.precision.compute)
+        return rms_norm.RMSNormOp(x, weight, eps=cfg.eps, offset=cfg.offset).run(cfg.kernel)
 
 
 class LayerNorm(Layer):

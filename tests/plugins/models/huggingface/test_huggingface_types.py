@@ -26,7 +26,7 @@ SIZES = {
     "runner.row_buckets": (1,), "runner.chunk_buckets": (1,), "runner.num_blocks": 26,
 }  # fmt: skip
 """Of an engine with less memory than the requests need together."""
-WINDOWED = {"mistral"}
+WINDOWED = {"mistral", "phi3", "starcoder2"}
 """Every layer has a window, so that their requests do not fill the memory."""
 
 

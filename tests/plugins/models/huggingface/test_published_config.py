@@ -8,30 +8,46 @@ from axlearn_core.plugins.registry import registry
 from axlearn_plugins_models.huggingface.published_config import published_model
 
 # Totals of the safetensors files on huggingface.co, the page of each model. DeepSeek-V3 is without `model.layers.61`, its layer
-# for multi-token prediction, and without the 58 x 256 biases of its routers, which are variables here; Gemma 3 is without
-# the vision tower and its projection.
+# for multi-token prediction, and without the 58 x 256 biases of its routers, which are variables here; other models are without
+# these parts, too. Gemma 3 and Llama 4 are without the vision tower and its projection.
 TOTALS = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_404_352,
+    "deepseek-v3.2": 671_877_929_216,
+    "dots1": 142_774_373_888,
+    "ernie4.5-21b-a3b": 21_825_436_160,
     "gemma-2b": 2_506_172_416,
     "gemma-7b": 8_537_680_896,
     "gemma2-2b": 2_614_341_888,
     "gemma2-9b": 9_241_705_984,
     "gemma3-4b": 3_880_263_168,
+    "glm-5": 743_911_199_232,
+    "glm4.5-air": 106_852_245_504,
+    "glm4.6": 352_797_814_784,
+    "glm4.7-flash": 29_943_390_976,
     "gpt-neox-20b": 20_554_567_680,
     "gpt-oss-20b": 20_914_757_184,
     "gpt2-1.5b": 1_557_611_200,
     "gpt2-124m": 124_439_808,
+    "granite3.1-3b-a800m": 3_298_793_472,
     "helium1-2b": 2_172_643_840,
+    "hunyuan-a13b": 80_393_183_232,
+    "k-exaone": 236_571_150_336,
+    "kimi-k2": 1_026_408_209_408,
     "llama2-70b": 68_976_648_192,
     "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248,
+    "llama4-maverick": 400_711_848_960,
+    "llama4-scout": 107_769_861_120,
+    "minimax-m2": 228_689_748_992,
     "minitron-4b": 4_190_509_056,
     "mistral-7b": 7_241_732_096,
     "mixtral-8x7b": 46_702_792_704,
     "olmo-1b": 1_176_764_416,
     "olmo-7b": 6_888_095_744,
+    "olmoe-1b-7b": 6_919_161_856,
     "pythia-1.4b": 1_414_647_808,
+    "qwen2-57b-a14b": 57_408_658_944,
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-8b": 8_190_735_360,

@@ -9,6 +9,24 @@ from axlearn_plugins_models.llama.experiments import pretraining
 ATTENTION = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
+def _yarn(mscale: float) -> dict[str, Any]:
+    """Return YaRN scaling (arXiv 2309.00071) from 4,096 to 163,840 positions."""
+    return {
+        "rope_type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": mscale,
+        "mscale_all_dim": mscale, "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+
+
+V3 = ATTENTION | {
+    "vocab_size": 129_280, "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18_432,
+    "num_attention_heads": 128, "q_lora_rank": 1536, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8,
+    "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0, "rope_scaling": _yarn(1.0),
+}  # fmt: skip
+"""Values that DeepSeek-V3 and V3.2 share."""
+
+
 def deepseek_v2_lite() -> Trainer.Config:
     """Pretrain DeepSeek-V2-Lite, a mixture of experts with latent attention.
 
@@ -34,15 +52,19 @@ def deepseek_v3() -> Trainer.Config:
 
     Sizes: huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json.
     """
-    sizes = {
-        "vocab_size": 129_280, "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18_432,
-        "num_attention_heads": 128, "q_lora_rank": 1536, "n_routed_experts": 256, "n_shared_experts": 1,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8,
-        "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0, "rope_scaling": _yarn(1.0),
-    }  # fmt: skip
-    model = published_model("deepseek_v3", ATTENTION | sizes)
+    model = published_model("deepseek_v3", V3)
     return pretraining(model, sequence_length=4096, peak=2.2e-4, max_steps=240_000)
+
+
+def deepseek_v3_2() -> Trainer.Config:
+    """Train DeepSeek-V3.2-Exp without its multi-token prediction layer. The indexers stay as they are initialized.
+
+    672B parameters, of which each token uses 37B.
+
+    Sizes: huggingface.co/deepseek-ai/DeepSeek-V3.2-Exp/blob/main/config.json.
+    """
+    model = published_model("deepseek_v32", V3 | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048})
+    return pretraining(model, sequence_length=4096, peak=7.3e-6, max_steps=15_000)
 
 
 def kimi_k2() -> Trainer.Config:
@@ -61,11 +83,3 @@ def kimi_k2() -> Trainer.Config:
     }  # fmt: skip
     model = published_model("kimi_k2", ATTENTION | sizes)
     return pretraining(model, sequence_length=4096, peak=2e-4, max_steps=230_000)
-
-
-def _yarn(mscale: float) -> dict[str, Any]:
-    """Return YaRN scaling (arXiv 2309.00071) from 4,096 to 163,840 positions."""
-    return {
-        "rope_type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": mscale,
-        "mscale_all_dim": mscale, "original_max_position_embeddings": 4096,
-    }  # fmt: skip

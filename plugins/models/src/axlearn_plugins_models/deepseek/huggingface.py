@@ -3,7 +3,8 @@
 from typing import Any, ClassVar
 
 from axlearn_plugins_models.huggingface import decoder as d
-from axlearn_plugins_models.huggingface.family import Json, Key, Settings
+from axlearn_plugins_models.huggingface.family import Json, Key, Settings, unsupported
+from axlearn_plugins_models.huggingface.layer_cycle import each_value
 from axlearn_plugins_models.huggingface.rope import (
     missing_forms,
     parameters,
@@ -12,10 +13,11 @@ from axlearn_plugins_models.huggingface.rope import (
     write_rope,
     yarn_scale,
 )
-from axlearn_plugins_models.huggingface.shared_experts import SHARED_EXPERT_RULES, SharedExperts
+from axlearn_plugins_models.huggingface.shared_experts import FIRST, SHARED_EXPERT_RULES, TYPES, SharedExperts
 from axlearn_plugins_models.huggingface.table import Rule
 
 OURS, THEIRS = f"{d.OURS}.attention", f"{d.THEIRS}.self_attn"
+INDEXED = "indexed_attention"
 QUERIES = (f"{OURS}.query.weight", f"{OURS}.query_rope.weight"), "(n h*) r -> r n h"
 
 
@@ -83,6 +85,54 @@ class DeepSeekV3(SharedExperts):
     def compatibility_keys(self, data: Json) -> Json:
         """Return the RoPE keys that other versions of transformers need."""
         return missing_forms(data)
+
+
+class DeepSeekV32(DeepSeekV3):
+    """DeepSeek-V3.2: an indexer chooses the keys that each query sees.
+
+    Attributes:
+        adjacent: Whether the indexer rotates adjacent elements.
+    """
+
+    architectures = ("DeepseekV32ForCausalLM",)
+    fixed: ClassVar = {**DeepSeekV3.fixed, "mlp_bias": False}
+    rules: ClassVar = (
+        *DeepSeekV3.rules,
+        Rule(f"{OURS}.indexer.query.weight", f"{THEIRS}.indexer.wq_b.weight", "(n h) r -> r n h"),
+        Rule(f"{OURS}.indexer.key.weight", f"{THEIRS}.indexer.wk.weight", "h d -> d h"),
+        Rule(f"{OURS}.indexer.weight.weight", f"{THEIRS}.indexer.weights_proj.weight", "n d -> d n"),
+        *(Rule(f"{OURS}.indexer.norm.{part}", f"{THEIRS}.indexer.k_norm.{part}") for part in ("weight", "bias")),
+    )
+    adjacent: ClassVar[bool] = False
+
+    def indexers(self, hf: Settings, indexer: Json) -> Any:
+        """Return the `indexer` slot, from the config of an indexer."""
+        return indexer
+
+    def settings(self, hf: Settings) -> Json:
+        """Return settings as for DeepSeek-V3, and for the indexer. Raise `ConfigError` if a layer has none."""
+        if {*(kinds := hf.get("layer_types") or ())} - {INDEXED}:
+            raise unsupported("layer_types", kinds, [f"{INDEXED} for every layer"])
+        hf.need("q_lora_rank")
+        settings, size = super().settings(hf), hf.get("index_head_dim", 128)
+        fraction = hf.need("qk_rope_head_dim") / size
+        position = settings[f"{d.ATTENTION}.position"] | {"fraction": fraction, "interleaved": self.adjacent}
+        indexer = {"type": "lightning-indexer", "head_dim": size, "num_heads": hf.get("index_n_heads", 64),
+                   "top_k": hf.get("index_topk", 2048), "position": position}  # fmt: skip
+        return settings | {f"{d.ATTENTION}.indexer": self.indexers(hf, indexer)}
+
+    def export_keys(self, config: Any) -> Json:
+        """Return the `config.json` keys; the inverse of `features` and `settings`."""
+        decoder = config.model.decoder
+        indexer = each_value(decoder.layer.attention.indexer, 1)[0]
+        return super().export_keys(config) | {
+            "index_head_dim": indexer.head_dim, "index_n_heads": indexer.num_heads, "index_topk": indexer.top_k,
+            "layer_types": [INDEXED] * decoder.num_layers,
+        }  # fmt: skip
+
+    def write_dense(self, dense: int, count: int) -> Json:
+        """Return the keys for `dense` layers at the bottom of `count` layers."""
+        return {FIRST: dense, TYPES: ["dense"] * dense + ["sparse"] * (count - dense)}
 
 
 class DeepSeekV2(DeepSeekV3):

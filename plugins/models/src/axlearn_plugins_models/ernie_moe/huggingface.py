@@ -25,7 +25,7 @@ class Ernie45Moe(d.RopeDecoder):
     fixed: ClassVar = {"use_bias": False, "hidden_act": "silu", "moe_norm_min": 1e-12}
     unused_keys: ClassVar = ("moe_capacity", "moe_gate", "moe_use_aux_free")
     ignored: ClassVar = (*d.RopeDecoder.ignored, "*mtp*")
-    rope = attrs.evolve(ALL_LAYERS, theta=500_000.0)
+    rope, interleaved = attrs.evolve(ALL_LAYERS, theta=500_000.0), True
     interleaved = True
     rules: ClassVar = (
         *SHARED_EXPERT_RULES,
@@ -54,11 +54,10 @@ class Ernie45Moe(d.RopeDecoder):
     def settings(self, hf: Settings) -> Json:
         """Return settings for the position encoding and the size of the dense layers."""
         dense, every = self.places(hf)
-        paths = [f"{d.FEED_FORWARD}.first.*"] * bool(dense) + [f"{d.FEED_FORWARD}.children.{i}" for i in range(every - 1)]
-        return (
-            super().settings(hf)
-            | {f"{path}.hidden_dim": hf.need("intermediate_size") for path in paths}
-        )
+        paths = [f"{d.FEED_FORWARD}.first.*"] * bool(dense) + [
+            f"{d.FEED_FORWARD}.children.{i}" for i in range(every - 1)
+        ]
+        return super().settings(hf) | {f"{path}.hidden_dim": hf.need("intermediate_size") for path in paths}
 
     def export_keys(self, config: Any) -> Json:
         """Return the `config.json` keys; the inverse of `features` and `settings`."""

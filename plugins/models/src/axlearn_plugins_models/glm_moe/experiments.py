@@ -48,3 +48,19 @@ def glm4_7_flash() -> Trainer.Config:
     }  # fmt: skip
     model = published_model("glm4_moe_lite", sizes)
     return pretraining(model, sequence_length=4096, peak=2.5e-4, max_steps=500_000)
+
+
+def glm5() -> Trainer.Config:
+    """Pretrain GLM-5 without its multi-token prediction layer. The indexers stay as they are initialized.
+
+    744B parameters, of which each token uses 40B. Sizes: huggingface.co/zai-org/GLM-5/blob/main/config.json.
+    """
+    sizes = {
+        "vocab_size": 154_880, "num_hidden_layers": 78, "hidden_size": 6144, "intermediate_size": 12_288,
+        "moe_intermediate_size": 2048, "num_attention_heads": 64, "q_lora_rank": 2048, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048, "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+    }  # fmt: skip
+    return pretraining(published_model("glm_moe_dsa", sizes), sequence_length=4096, peak=2e-4, max_steps=500_000)

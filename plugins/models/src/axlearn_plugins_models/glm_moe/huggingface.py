@@ -2,9 +2,10 @@
 
 from typing import Any, ClassVar
 
-from axlearn_plugins_models.deepseek.huggingface import DeepSeekV3
+from axlearn_plugins_models.deepseek.huggingface import DeepSeekV3, DeepSeekV32
 from axlearn_plugins_models.huggingface import decoder as d
-from axlearn_plugins_models.huggingface.family import Json, Settings
+from axlearn_plugins_models.huggingface.family import Json, Settings, unsupported
+from axlearn_plugins_models.huggingface.layer_cycle import cycle_of, each_value
 from axlearn_plugins_models.huggingface.shared_experts import FIRST, SHARED_EXPERT_RULES, TYPES, SharedExperts
 
 BIASED = tuple(f"{d.ATTENTION}.{part}" for part in ("query", "key", "value"))
@@ -50,3 +51,32 @@ class Glm4MoeLite(DeepSeekV3):
     def write_dense(self, dense: int, count: int) -> Json:
         """Return the keys for `dense` layers at the bottom of `count` layers; transformers reads only the list of types."""
         return {FIRST: dense, TYPES: ["dense"] * dense + ["sparse"] * (count - dense)}
+
+
+KINDS = ("full", "shared")
+
+
+class GlmMoeDsa(DeepSeekV32):
+    """GLM-5: DeepSeek-V3.2, with indexers that rotate adjacent elements, and layers that share a selection."""
+
+    architectures = ("GlmMoeDsaForCausalLM",)
+    unused_keys: ClassVar = (*DeepSeekV32.unused_keys, "index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
+    adjacent = True
+
+    def indexers(self, hf: Settings, indexer: Json) -> Any:
+        """Return the indexer of each layer."""
+        pattern, count = hf.get("index_topk_pattern"), hf.need("num_hidden_layers")
+        every, offset = max(hf.get("index_topk_freq") or 1, 1), hf.get("index_skip_topk_offset", 2)
+        kinds = [KINDS[max(i - offset + 1, 0) % every > 0] for i in range(count)]
+        if pattern is not None:
+            kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+        kinds = hf.get("indexer_types") or kinds
+        if len(kinds) != count or {*kinds} - {*KINDS} or kinds[0] == "shared":
+            raise unsupported("indexer_types", kinds, [f"full or shared for each of {count} layers, first full"])
+        return cycle_of([indexer if kind == "full" else {"type": "shared-selection"} for kind in kinds])
+
+    def export_keys(self, config: Any) -> Json:
+        """Return the `config.json` keys; the inverse of `features` and `settings`."""
+        decoder = config.model.decoder
+        indexers = each_value(decoder.layer.attention.indexer, decoder.num_layers)
+        return super().export_keys(config) | {"indexer_types": [KINDS[not hasattr(x, "top_k")] for x in indexers]}

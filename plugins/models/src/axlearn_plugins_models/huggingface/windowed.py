@@ -5,7 +5,14 @@ from typing import Any, ClassVar
 from axlearn_core.config import patch
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Json, Settings, unsupported
-from axlearn_plugins_models.huggingface.layer_cycle import FULL, SLIDING, cycle_of, each_value, window_cycle, window_types
+from axlearn_plugins_models.huggingface.layer_cycle import (
+    FULL,
+    SLIDING,
+    cycle_of,
+    each_value,
+    window_cycle,
+    window_types,
+)
 
 PATTERN = "sliding_window_pattern"
 POSITION, WINDOW = f"{d.ATTENTION}.position", f"{d.ATTENTION}.window"
@@ -51,5 +58,5 @@ class WindowedDecoder(d.RopeDecoder):
         kinds, size = window_types(decoder.layer.attention.window, decoder.num_layers)
         if not self.global_positions:
             positions = each_value(decoder.layer.attention.position, decoder.num_layers)
-            config = patch(config, {POSITION: next(filter(None, positions))})
+            config = patch(config, {POSITION: next(filter(None, positions), None)})
         return super().export_keys(config) | {"layer_types": kinds, "sliding_window": size}

@@ -35,8 +35,10 @@ class MiniMaxM2(d.RopeDecoder):
 
     def fraction(self, hf: Settings) -> float:
         """Return the share that `rotary_dim` of the published files states, or 1."""
-        size = hf.get("head_dim") or hf.need("hidden_size") // hf.need("num_attention_heads")
-        return (hf.get("rotary_dim") or size) / size
+        rotary_dim = hf.get("rotary_dim")
+        if rotary_dim is None:
+            return 1.0
+        return rotary_dim / (hf.get("head_dim") or hf.need("hidden_size") // hf.need("num_attention_heads"))
 
     def features(self, hf: Settings) -> dict[str, Json]:
         """Return the options for the experts."""

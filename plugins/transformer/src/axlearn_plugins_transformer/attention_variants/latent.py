@@ -16,12 +16,13 @@ from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_transformer.attention import PositionEncoding, bias_of, cached_slots, window_of
+from axlearn_plugins_transformer.attention import PositionEncoding, bias_of, cached_slots, score_scale, window_of
 from axlearn_plugins_transformer.attention_variants.latent_cache import ContiguousLatentCache, LatentCache, SeenLatents
+from axlearn_plugins_transformer.attention_variants.lightning_indexer import Indexer
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Mask, visible
 from axlearn_plugins_transformer.kv_cache import build_cache, cached_mask, declare_prefix, hide_unwritten
-from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, WindowRole
+from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, ScoreScaleRole, WindowRole
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 
 
@@ -42,7 +43,7 @@ class LatentAttention(Layer):
     """
 
     @node
-    class Config(Layer.Config["LatentAttention"], WindowRole, AttentionKernelRole):
+    class Config(Layer.Config["LatentAttention"], WindowRole, AttentionKernelRole, ScoreScaleRole):
         """Settings for the heads, the latents and the optional parts.
 
         The default sizes follow the paper's ratios (R = 4 H, P = H / 2, U = H, Q = 0.3 D). `softcap`, `window`, `causal` and
@@ -58,7 +59,8 @@ class LatentAttention(Layer):
                 (DeepSeek-V2-Lite).
             position: Position encoding, or None.
             norm: Norm of the latents, or None.
-            scale: Factor applied to the scores (default: (head_dim + rope_head_dim) ** -0.5).
+            scale: Factor applied to the scores (default: (head_dim + rope_head_dim) ** -0.5); see `score_scale`.
+            indexer: Chooses the keys that each query sees (DeepSeek-V3.2). None lets it see all.
             latent_cache: Layout of the cache.
         """
 
@@ -71,7 +73,7 @@ class LatentAttention(Layer):
         query_rank: int | Node[int] | None = setting(default=Scaled(factor=0.3, multiple_of=64), ge=1)
         position: Node[PositionEncoding] | None = None
         norm: Node[Norm] | None = RMSNorm.Config()
-        scale: float | None = setting(default=None, gt=0)
+        scale: float | Node[float] | None = setting(default=None, gt=0)
         softcap: float | None = setting(default=None, gt=0)
         window: int | Node[int | None] | None = setting(default=None, ge=1)
         causal: bool = True
@@ -84,6 +86,7 @@ class LatentAttention(Layer):
         key: Node[Projection] = Linear.Config()
         value: Node[Projection] = Linear.Config()
         output: Node[Projection] = Linear.Config()
+        indexer: Node[Indexer] | None = setting(default=None, hide_default=True)
         latent_cache: Node[LatentCache] = setting(default=ContiguousLatentCache.Config(), kind="execution")
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
@@ -121,11 +124,19 @@ class LatentAttention(Layer):
                 self.query_norm = self.child(cfg.norm, rngs=rngs, dim=source[0])
         if cfg.position is not None:
             self.position = self.child(cfg.position, rngs=rngs, head_dim=self.rope_dim, num_heads=heads)
+        if cfg.indexer is not None:
+            self.indexer = self.child(cfg.indexer, rngs=rngs, input_dim=cfg.input_dim, query_dim=source[0])
 
     def cache_spec(self) -> Any:
-        """Return the entries of the cache, which holds R + P numbers per token. The mask determines how long they live."""
+        """Return the entries of the cache, which holds R + P numbers per token. The mask determines how long they live.
+
+        With an indexer, it is a pair of these entries and the indexer's.
+        """
         layout, mask = build_cache(self.cfg.latent_cache), cached_mask(self.mask)
-        return declare_prefix(layout.spec(self.rank + self.rope_dim, self.precision.compute, mask.reach()), mask)
+        spec = layout.spec(self.rank + self.rope_dim, self.precision.compute, mask.reach())
+        if self.cfg.indexer is not None:
+            spec = spec, self.indexer.cache_spec(layout, mask.reach())
+        return declare_prefix(spec, mask)
 
     def mask(self, context: Context) -> Mask:
         """Return the attention mask; see `Attention.mask`."""
@@ -133,7 +144,8 @@ class LatentAttention(Layer):
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""
-        q, q_rope = self._queries(x)
+        source = self._query_source(x)
+        q, q_rope = self._queries(source)
         latents = tag(self.down(x), "kv_latent")
         latents = latents if self.cfg.norm is None else self.norm(latents)
         k_rope = self.key_rope(x)[:, :, None]
@@ -141,24 +153,35 @@ class LatentAttention(Layer):
             positions = context.positions
             positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
             q_rope, k_rope = self.position(q_rope, k_rope, positions)
+        mask, indexed = self.mask(context), self.cfg.indexer is not None
+        if indexed:
+            cache, keys = (None, None) if cache is None else cache
+            layout = build_cache(self.cfg.latent_cache)
+            selection, keys = self.indexer(x, source, context, mask, layout, keys)
+            mask = mask & selection
         if cache is None:
-            y = self._attend_expanded(q, q_rope, latents, k_rope, context).compute_context(self.cfg.kernel)
+            y = self._attend_expanded(q, q_rope, latents, k_rope, context, mask).compute_context(self.cfg.kernel)
         else:
             entries = jnp.concatenate([latents, k_rope[:, :, 0]], axis=-1)
-            y, cache = self._attend_cached(q, q_rope, entries, context, cache)
+            y, cache = self._attend_cached(q, q_rope, entries, context, mask, cache)
             y = AttentionOp.tag_context(y)
+            cache = (cache, keys) if indexed else cache
         return tag(self.output(y), "attention_out"), cache
 
+    def _query_source(self, x: jax.Array) -> jax.Array:
+        """Return the input of the query projections, [B, S, Q]: the latents of the queries, or x if they have none."""
+        if self.cfg.query_rank is None:
+            return x
+        x = tag(self.query_down(x), "query_latent")
+        return x if self.cfg.norm is None else self.query_norm(x)
+
     def _queries(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Compute the queries: [B, S, D] -> [B, S, N, H] and [B, S, N, P]."""
-        if self.cfg.query_rank is not None:
-            x = tag(self.query_down(x), "query_latent")
-            x = x if self.cfg.norm is None else self.query_norm(x)
+        """Compute the queries: [B, S, Q] -> [B, S, N, H] and [B, S, N, P]."""
         heads = ("batch", "sequence", "activation_heads", None)
         return constrain(tag(self.query(x), "query"), *heads), constrain(tag(self.query_rope(x), "query"), *heads)
 
     def _attend_cached(
-        self, q: jax.Array, q_rope: jax.Array, entries: jax.Array, context: Context, cache: Any
+        self, q: jax.Array, q_rope: jax.Array, entries: jax.Array, context: Context, mask: Mask, cache: Any
     ) -> tuple[jax.Array, Any]:
         """Write the new entries [B, S, R + P] to the cache and attend.
 
@@ -169,7 +192,7 @@ class LatentAttention(Layer):
         def attention(slots_view: SeenLatents) -> AttentionOp:
             latents, k_rope = slots_view.latents[..., : self.rank], slots_view.latents[..., None, self.rank :]
             build = self._attend_absorbed if absorbed else self._attend_expanded
-            return build(q, q_rope, latents, k_rope, context, slots_view.slots)
+            return build(q, q_rope, latents, k_rope, context, mask, slots_view.slots)
 
         layout = build_cache(self.cfg.latent_cache)
         y, cache = layout.attend(cache, entries, cached_slots(context), attention, self.cfg.kernel)
@@ -182,6 +205,7 @@ class LatentAttention(Layer):
         latents: jax.Array,
         k_rope: jax.Array,
         context: Context,
+        mask: Mask,
         slots: jax.Array | None = None,
     ) -> AttentionOp:
         """Build the op with the keys and values of every head. Its result is [B, S, N, U]."""
@@ -190,7 +214,7 @@ class LatentAttention(Layer):
         v = constrain(tag(self.value(latents), "value"), *heads)
         k_rope = jnp.broadcast_to(k_rope, (*k.shape[:3], self.rope_dim))
         keys = jnp.concatenate([k, k_rope.astype(k.dtype)], axis=-1)
-        return self._op(jnp.concatenate([q, q_rope], axis=-1), keys, v, context, slots)
+        return self._op(jnp.concatenate([q, q_rope], axis=-1), keys, v, context, mask, slots)
 
     def _attend_absorbed(
         self,
@@ -199,6 +223,7 @@ class LatentAttention(Layer):
         latents: jax.Array,
         k_rope: jax.Array,
         context: Context,
+        mask: Mask,
         slots: jax.Array | None = None,
     ) -> AttentionOp:
         """Build the op in the latent space, with the latents as one head.
@@ -212,7 +237,7 @@ class LatentAttention(Layer):
             queries.append(jnp.einsum("bsnh,nh->bsn", q, key_bias)[..., None])
             keys.append(jnp.ones_like(k_rope[..., :1]))
         q, k = jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)
-        return self._op(q, k, latents[:, :, None], context, slots)
+        return self._op(q, k, latents[:, :, None], context, mask, slots)
 
     def _values(self, y: jax.Array) -> jax.Array:
         """Map the latent results to values: [B, S, N, R] -> [B, S, N, U]."""
@@ -220,8 +245,10 @@ class LatentAttention(Layer):
         y = jnp.einsum("bsnr,rnu->bsnu", y, up_value)
         return y if value_bias is None else y + value_bias[None, None]
 
-    def _op(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, slots: jax.Array | None) -> AttentionOp:
-        cfg, mask = self.cfg, self.mask(context)
+    def _op(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, mask: Mask, slots: jax.Array | None
+    ) -> AttentionOp:
+        cfg = self.cfg
         if slots is not None:
             mask = hide_unwritten(mask, context, self.cache_spec())
         return AttentionOp(
@@ -229,7 +256,7 @@ class LatentAttention(Layer):
             k,
             v,
             mask=mask,
-            scale=cfg.scale or (self.head_dim + self.rope_dim) ** -0.5,
+            scale=score_scale(cfg.scale, self.head_dim + self.rope_dim, cfg.input_dim, grows=cfg.head_dim is None),
             softcap=cfg.softcap,
             bias=None if cfg.position is None else bias_of(self.position),
             query_slots=None if slots is None else context.slots,

@@ -1,5 +1,6 @@
 """Caches of latent attention: one short vector per token, shared by all heads."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -16,6 +17,18 @@ class SeenLatents(NamedTuple):
 
     latents: jax.Array
     slots: jax.Array
+
+
+class ReadLatents(NamedTuple):
+    """Reads the contents of a cache.
+
+    Attributes:
+        read: Function from row numbers int32 [R] to the latents that these rows see, [R, T, L], and their slots, int32 [1, T].
+        batch: Number of rows to read at a time, or None to read all rows.
+    """
+
+    read: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    batch: int | None = None
 
 
 class LatentAttentionOp(Protocol):
@@ -59,6 +72,11 @@ class LatentCache(Protocol):
         ...
 
 
+    def write(self, cache: Any, latents: jax.Array, slots: Any) -> tuple[Any, ReadLatents]:
+        """Write the new latents, as `attend` does, and return the new cache and a way to read it."""
+        ...
+
+
 class ContiguousLatentCache(Configurable):
     """One array per row, with slots in order."""
 
@@ -94,3 +112,8 @@ class ContiguousLatentCache(Configurable):
         """Write the new latents and attend; see `LatentCache`."""
         cache, slots_view = self.append(cache, latents, slots)
         return attention(slots_view).run(kernel), cache
+
+    def write(self, cache: jax.Array, latents: jax.Array, slots: jax.Array) -> tuple[jax.Array, ReadLatents]:
+        """Write the new latents; see `LatentCache`."""
+        cache, slots_view = self.append(cache, latents, slots)
+        return cache, ReadLatents(lambda rows: (slots_view.latents, slots_view.slots))

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import RequestError
-from axlearn_plugins_transformer.attention_variants.latent_cache import LatentAttentionOp, SeenLatents
+from axlearn_plugins_transformer.attention_variants.latent_cache import LatentAttentionOp, ReadLatents, SeenLatents
 from axlearn_plugins_transformer.cache_spec import CacheEntry
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
+from axlearn_plugins_transformer.kernels.paged_attention import TOKEN_BATCH, PagedAttentionOp
 from axlearn_plugins_transformer.paged_cache import PagedSlots, paged_mask, write_slots
 
 
@@ -82,6 +82,22 @@ class PagedLatentCache(Configurable):
             split=slots.split,
         ).run(kernel)
         return result.reshape(rows, count, *result.shape[1:]).astype(op.value.dtype), {"pages": pages}
+
+    def write(self, cache: dict[str, jax.Array], latents: jax.Array, slots: Any) -> tuple[dict[str, jax.Array], ReadLatents]:
+        """Write the new latents; see `LatentCache`. `slots` may be a `PagedSlots`. Each row then has pages of its own."""
+        pages, (rows, _, dim) = cache["pages"], latents.shape
+        paged = isinstance(slots, PagedSlots)
+        placed = slots if paged else PagedSlots.from_slots(slots, rows, pages.shape[0], pages.shape[1])
+        pages = write_slots(pages, latents.reshape(-1, dim), placed.write)
+        requests = placed.table.shape[0]
+        owner = jnp.searchsorted(placed.starts()[1:], jnp.arange(rows), side="right") if paged else jnp.arange(rows)
+        table = placed.table[jnp.minimum(owner, requests - 1)]
+
+        def read(row: jax.Array) -> tuple[jax.Array, jax.Array]:
+            latents = pages.at[table[row]].get(mode="clip").reshape(*row.shape, -1, dim)
+            return latents, jnp.arange(latents.shape[1], dtype=jnp.int32)[None]
+
+        return {"pages": pages}, ReadLatents(read, TOKEN_BATCH if paged else None)
 
     @staticmethod
     def _attend_rows(

@@ -1,0 +1,1 @@
+"""Llama 4 for axlearn-core."""
