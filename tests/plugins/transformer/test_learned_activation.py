@@ -37,6 +37,12 @@ def test_its_slopes_are_trained_and_its_constants_are_not():
     assert float(jnp.abs(gradients["activation"]["alpha_positive"][...]).sum()) > 0
 
 
+def test_a_slope_that_softplus_cannot_reach():
+    (problem,) = XIELU.Config(negative=0.3).validate()
+    assert (problem.path, problem.got) == ("negative", "negative=0.3, beta=0.5")
+    assert not [*XIELU.Config().validate()]
+
+
 def test_a_gated_layer_refuses_an_activation_with_parameters():
     with pytest.raises(RequestError, match=r"has parameters[\s\S]*fix: use it in a `feed-forward` layer"):
         build(GatedFeedForward, activation=XIELU.Config())(jnp.ones((1, 2, 4)))
