@@ -95,7 +95,9 @@ def test_the_width_may_change_after_the_feature():
     """Settings are applied after features, so the factors come from the shapes."""
     cfg = toy_models.small("quickstart")
     width = cfg.model.decoder.hidden_dim
-    wider = toy_models.resolve(cfg, with_=[f"mup:base_width={width}"], set={"model.decoder.hidden_dim": 2 * width}).config
+    wider = toy_models.resolve(
+        cfg, with_=[f"mup:base_width={width}"], set={"model.decoder.hidden_dim": 2 * width}
+    ).config
     model = wider.model.build(rngs=nnx.Rngs(0))
     hidden, _ = model.hidden_states(toy_models.batch())
     assert np.sqrt(np.mean(np.square(hidden))) == pytest.approx(0.5, rel=0.01)

@@ -104,9 +104,7 @@ MATRICES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "optimizer", [AdamW(), configure(optax.lion, learning_rate=0.01)]
-)
+@pytest.mark.parametrize("optimizer", [AdamW(), configure(optax.lion, learning_rate=0.01)])
 def test_matrices_with_a_growing_fan_in_learn_at_a_lower_rate(optimizer):
     found = rates(optimizer, MATRICES)
     assert found["table"] == pytest.approx(1)
@@ -150,7 +148,11 @@ def plan(params, axes, optimizer=None, base_width=64):
             {"a": ("vocab", "embed"), "b": ("vocab", "embed")},
             r"cannot tell the width.*\n.*a has width 16, b has width 32",
         ),
-        ({"a": (8, 16), "b": (8, 32)}, {"a": ("vocab", "embed"), "b": (None, None)}, r"model \(b\).*no logical axis names"),
+        (
+            {"a": (8, 16), "b": (8, 32)},
+            {"a": ("vocab", "embed"), "b": (None, None)},
+            r"model \(b\).*no logical axis names",
+        ),
     ],
 )
 def test_models_without_the_axes_are_refused(params, axes, message):

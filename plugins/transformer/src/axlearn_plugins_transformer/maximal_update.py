@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeVar
 import attrs
 
 from axlearn_core.config import REQUIRED, Node, node, patch, setting
-from axlearn_core.config.tree import SKIP, edit_nodes
+from axlearn_core.config.tree import edit_nodes
 from axlearn_core.contracts.experiment import get_model_config, get_optimizer_config, get_parameter_rules
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn.optimizers import Growth, width_scale
