@@ -33,8 +33,8 @@ def name_stack_axis(module: Any, name: str) -> None:
     the stack axis.
     """
     for _, variable in nnx.iter_graph(module):
-        kept = isinstance(variable, nnx.Param) or is_variable(variable)
-        if kept and declared_names(variable) is None and variable.get_value().ndim:
+        is_state = isinstance(variable, nnx.Param) or is_variable(variable)
+        if is_state and declared_names(variable) is None and variable.get_value().ndim:
             names = (name, *(None,) * (variable.get_value().ndim - 1))
             variable.set_metadata(out_sharding=names, **{ONLY_STACKED: True})
 
