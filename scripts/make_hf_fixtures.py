@@ -180,6 +180,7 @@ MODELS = {
     "qwen3-next": ("Qwen3Next", {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 2, **DELTA_NET, **SHARED_EXPERT,
                                  "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}, {}),
     "exaone4-full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True}, {}),
+    "apertus": ("Apertus", {"attention_bias": True, "rope_parameters": LLAMA3_ROPE}, {}),
     "olmo": ("Olmo", {"attention_bias": True, "tie_word_embeddings": True}, {}),
     "nemotron": ("Nemotron", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}, {}),
     "stablelm": ("StableLm", {"num_attention_heads": 2, "use_qkv_bias": True}, {}),

@@ -5,6 +5,8 @@ from typing import Any
 
 from flax import nnx
 
+from axlearn_core.nn.variables import is_variable
+
 BATCH_AXES = ("layers", "experts")
 """Axes over which parameters are stacked."""
 
@@ -25,13 +27,14 @@ def is_unnamed(variable: Any) -> bool:
 
 
 def name_stack_axis(module: Any, name: str) -> None:
-    """Name the leading axis of the stacked parameters of `module`, in place.
+    """Name the leading axis of the stacked parameters and variables of `module`, in place.
 
-    Flax names the axis only for parameters that have names. The other parameters need the name too, because it shows which
-    of their axes is the stack axis.
+    Flax names the axis only for those that have names. The others need the name too, because it shows which of their axes is
+    the stack axis.
     """
     for _, variable in nnx.iter_graph(module):
-        if isinstance(variable, nnx.Param) and declared_names(variable) is None and variable.get_value().ndim:
+        is_state = isinstance(variable, nnx.Param) or is_variable(variable)
+        if is_state and declared_names(variable) is None and variable.get_value().ndim:
             names = (name, *(None,) * (variable.get_value().ndim - 1))
             variable.set_metadata(out_sharding=names, **{ONLY_STACKED: True})
 
