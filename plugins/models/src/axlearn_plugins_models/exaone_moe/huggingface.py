@@ -47,7 +47,7 @@ class ExaoneMoe(Dots1):
         """Return the `config.json` keys, with the RoPE parameters of the layers that have a position encoding."""
         decoder, path = config.model.decoder, f"{d.ATTENTION}.position"
         positions = each_value(decoder.layer.attention.position, decoder.num_layers)
-        return super().export_keys(patch(config, {path: next(filter(None, positions))}))
+        return super().export_keys(patch(config, {path: next(filter(None, positions), None)}))
 
     def write_dense(self, dense: int, count: int) -> Json:
         """Return the keys for `dense` layers at the bottom of `count` layers."""

@@ -146,6 +146,7 @@ class Family(Configurable):
         prefix: Prefix of the tensor names in the table. Files may omit it, if they omit it everywhere.
         text: Whether the model reads text, and therefore has a tokenizer.
         copies: Tensor -> the tensor that it may duplicate, such as a tied output layer.
+        general: Whether the family also describes models of other families. `find_family` prefers those.
     """
 
     experiment: ClassVar[str]
@@ -158,6 +159,7 @@ class Family(Configurable):
     prefix: ClassVar[str] = ""
     text: ClassVar[bool] = True
     copies: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    general: ClassVar[bool] = False
 
     def __init__(self, cfg: Any = None):
         self.model_type = ""
@@ -335,17 +337,16 @@ def find_family(config: Any) -> tuple[Family, Json]:
         RequestError: If no family does. The message lists what the nearest one cannot describe.
     """
     nearly: tuple[int, str, list[Change]] | None = None
-    for name in families():
-        one = family(name)
+    for one in sorted([family(name) for name in families()], key=lambda one: one.general):
         try:
             data = one.config_json(config)
             changes = one.differences(data, config)
-        except (AttributeError, RequestError):
+        except (AttributeError, LookupError, RequestError):
             continue  # `export_keys` reads fields of its own family, and this model has different parts
         if not changes:
             return one, data
         if nearly is None or len(changes) < nearly[0]:
-            nearly = len(changes), name, changes
+            nearly = len(changes), one.model_type, changes
     if nearly is None:
         raise RequestError(
             "no family describes this model: it lacks parts that they all have, or has different parts\n"

@@ -51,5 +51,5 @@ class WindowedDecoder(d.RopeDecoder):
         kinds, size = window_types(decoder.layer.attention.window, decoder.num_layers)
         if not self.global_positions:
             positions = each_value(decoder.layer.attention.position, decoder.num_layers)
-            config = patch(config, {POSITION: next(filter(None, positions))})
+            config = patch(config, {POSITION: next(filter(None, positions), None)})
         return super().export_keys(config) | {"layer_types": kinds, "sliding_window": size}

@@ -80,7 +80,7 @@ class Llama4(d.RopeDecoder):
         experts, positions = kinds[-1], each_value(attention.position, decoder.num_layers)
         sizes = [value.size for value in each_value(attention.chunk, decoder.num_layers)]
         norms = each_value(attention.qk_norm, decoder.num_layers)
-        rope = next(position for position in positions if hasattr(position, "theta"))
+        rope = next((position for position in positions if hasattr(position, "theta")), None)
         tuning = next((position for position in positions if position is not None and position != rope), None)
         return super().export_keys(patch(config, {f"{d.ATTENTION}.position": rope})) | {
             ROTARY: [int(position == rope) for position in positions],
