@@ -54,7 +54,9 @@ class Ernie45Moe(d.RopeDecoder):
     def settings(self, hf: Settings) -> Json:
         """Return settings for the position encoding and the size of the dense layers."""
         dense, every = self.places(hf)
-        paths = [f"{d.FEED_FORWARD}.first.*"] * bool(dense) + [f"{d.FEED_FORWARD}.children.{i}" for i in range(every - 1)]
+        paths = [f"{d.FEED_FORWARD}.first.*"] * bool(dense) + [
+            f"{d.FEED_FORWARD}.children.{i}" for i in range(every - 1)
+        ]
         return super().settings(hf) | {f"{path}.hidden_dim": hf.need("intermediate_size") for path in paths}
 
     def export_keys(self, config: Any) -> Json:

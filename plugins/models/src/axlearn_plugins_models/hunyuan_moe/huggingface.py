@@ -8,7 +8,6 @@ from axlearn_plugins_models.huggingface.table import Rule
 from axlearn_plugins_models.hunyuan.huggingface import HUNYUAN_NORM_RULES, HunyuanDecoder
 
 
-
 def one_value(key: str, value: Any) -> int:
     """Return the number in a key that states one number, or the same number for each layer."""
     numbers = {*value} if isinstance(value, list) else {value}
@@ -27,7 +26,15 @@ class HunyuanV1Moe(HunyuanDecoder):
     }  # fmt: skip
     fixed: ClassVar = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_qk_norm": True,
                        "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "use_cla": False, "norm_type": "rms"}  # fmt: skip
-    unused_keys = ("eod_token_id", "sep_token_id", "cla_share_factor", "attention_head_dim", "capacity_factor", "moe_drop_tokens", "moe_random_routing_dropped_token")
+    unused_keys = (
+        "eod_token_id",
+        "sep_token_id",
+        "cla_share_factor",
+        "attention_head_dim",
+        "capacity_factor",
+        "moe_drop_tokens",
+        "moe_random_routing_dropped_token",
+    )
     rules: ClassVar = (
         *d.mixture_rules(), *d.feed_forward_rules("feed_forward.shared", "mlp.shared_mlp"),
         Rule(f"{d.OURS}.feed_forward.router.weight", f"{d.THEIRS}.mlp.gate.wg.weight", "e d -> d e"),
@@ -40,7 +47,9 @@ class HunyuanV1Moe(HunyuanDecoder):
         for key, expected in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
             if (got := hf.get(key)) is not None and one_value(key, got) != expected:
                 raise unsupported(key, got, [str(expected)])
-        numbers = {name: one_value(key, hf.need(key)) for name, key in (("num_experts", "num_experts"), ("top_k", "moe_topk"))}
+        numbers = {
+            name: one_value(key, hf.need(key)) for name, key in (("num_experts", "num_experts"), ("top_k", "moe_topk"))
+        }
         return {"moe": {**numbers, "shared_experts": 1, "router": {"type": "softmax-router", "normalize": True}}}
 
     def export_keys(self, config: Any) -> Json:
