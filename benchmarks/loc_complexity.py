@@ -2,11 +2,11 @@
 
     python benchmarks/loc_complexity.py [--modules 20] [--experiments 50] [--configs 1000] [--json] [--plot lines.png]
 
-Generates projects of N modules x M experiments as source in git repositories. Then it integrates rotary positions
-(RoPE), a mixture of experts (MoE), dropout and three features that the shipped code does not know (token shift, a cache
-layout, an objective) like a user would. `git diff --numstat` counts all lines that were added or changed outside the
-feature's own package. In every cell of the largest project, it runs each feature to check that it is active. It does
-the same for a project in which parents instantiate their children.
+Generates projects of N modules x M experiments as source in git repositories. Then it integrates rotary positions (RoPE),
+a mixture of experts (MoE), dropout and five features that the shipped code does not know (token shift, a cache layout, an
+objective, a recurrent layer, attention sinks) like a user would. `git diff --numstat` counts all lines that were added or
+changed outside the feature's own package. In every cell of the largest project, it runs each feature to check that it is
+active. It does the same for a project in which parents instantiate their children.
 
 Exit code 1 if one of our slopes is above 0, an existing line changed, or a cell is inactive. Further goals: one line of
 activation, modifiers of at most 10 lines, RoPE and MoE applied to 1,000 experiments in 2 seconds.

@@ -2,8 +2,8 @@
 
 The reference is the plain model with modules replaced one by one after it was built. It has independent
 implementations, such as a rotation of complex numbers, a loop over experts, or a shift. It only uses the parameters of
-the feature. The checks compare logits, for a cache layout the logits of a generation through the caches, and for an
-objective the loss.
+the feature. The checks compare logits, for a cache layout and a recurrent layer the logits of a generation through the
+caches, and for an objective the loss.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ from axlearn_core.compose.objective import ModelAndObjective
 from axlearn_core.config import node
 from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_rope.rotary import RotaryEmbedding
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS
 from axlearn_plugins_transformer.kv_cache import ContiguousCache
 
@@ -117,6 +118,47 @@ class HandCache(ContiguousCache):
         return jnp.asarray(np.rint(np.asarray(x) / step) * step, x.dtype)
 
 
+class HandRecurrence(nnx.Module):
+    """Sums the gated values of all earlier tokens, each times the product of the decays since then."""
+
+    def __init__(self, recurrent: Any):
+        self.recurrent = recurrent
+
+    def __call__(self, x: Any, *_: Any) -> Any:
+        """Map [B, S, D] to [B, S, D], without a cache."""
+        own, length = self.recurrent, x.shape[1]
+        gate = 1.0 / (1.0 + jnp.exp(-(x @ own.gate.weight[...] + 0.5)))
+        total = jnp.cumsum(jnp.log1p(-gate), axis=1)
+        earlier = jnp.arange(length)[:, None] >= jnp.arange(length)
+        decays = jnp.where(earlier[None, :, :, None], jnp.exp(total[:, :, None] - total[:, None]), 0.0)
+        return jnp.einsum("btsd,bsd->btd", decays, gate * (x @ own.value.weight[...])), None
+
+
+@attrs.frozen(eq=False)
+class HandSinksOp(AttentionOp):
+    """Attention whose result is scaled by the share of the softmax that the keys get."""
+
+    logits: Any = attrs.field(default=None, kw_only=True)
+
+    def run(self, kernel: str | None = None) -> Any:
+        """Return the scaled result of attention without sinks."""
+        fields = {a.name: getattr(self, a.name) for a in attrs.fields(AttentionOp)}
+        result, log_sum_exp = AttentionOp(**fields | {"log_sum_exp": True}).run(kernel)
+        return result / (1.0 + jnp.exp(self.logits[None, None] - log_sum_exp))[..., None]
+
+
+class HandSinks(nnx.Module):
+    """Adds 1 to the trained logits of the feature's sinks."""
+
+    def __init__(self, sinks: Any):
+        self.sinks = sinks
+
+    def __call__(self, op: Any) -> Any:
+        """Return the op with sinks."""
+        fields = {a.name: getattr(op, a.name) for a in attrs.fields(AttentionOp)}
+        return HandSinksOp(**fields, logits=self.sinks.sinks[...] + 1.0)
+
+
 @contextmanager
 def every_second() -> Iterator[None]:
     """Make random masks keep every second position of the last dimension, so that the reference can apply the same mask."""
@@ -147,6 +189,15 @@ def place_cache(layer: Any, _: Any) -> None:
     layer.attention.cfg = attrs.evolve(layer.attention.cfg, kv_cache=HandCache.Config())
 
 
+def place_recurrence(layer: Any, activated: Any) -> None:
+    layer.attention = HandRecurrence(activated.attention)
+
+
+def place_sinks(layer: Any, activated: Any) -> None:
+    layer.attention.cfg = attrs.evolve(layer.attention.cfg, scores=activated.attention.cfg.scores)
+    layer.attention.scores = HandSinks(activated.attention.scores)
+
+
 def place_dropout(layer: Any, _: Any) -> None:
     layer.attention, layer.feed_forward = HandDropout(layer.attention), HandDropout(layer.feed_forward)
 
@@ -157,7 +208,11 @@ BY_HAND: dict[str, Callable[[Any, Any], None]] = {
     "token-shift": place_shift,
     "dropout": place_dropout,
     "fp8-cache": place_cache,
+    "min-gru": place_recurrence,
+    "head-sinks": place_sinks,
 }
+CACHED = ("fp8-cache", "min-gru")
+"""Features whose cells generate through the caches."""
 
 
 def built(cfg: Any) -> Any:
@@ -187,7 +242,7 @@ def active(plain: Any, activated: Any, feature: str) -> bool:
 
 
 def _layers_active(plain: Any, activated: Any, feature: str) -> bool:
-    run = _generate if feature == "fp8-cache" else _forward
+    run = _generate if feature in CACHED else _forward
     off, on = built(plain), built(activated)
     layers, hand = on.unstacked(), off.unstacked()
     before, after = run(off.unstacked()), run(layers)
@@ -195,9 +250,9 @@ def _layers_active(plain: Any, activated: Any, feature: str) -> bool:
         return False  # the caches of the plain model do not store earlier tokens
     for layer, other in zip(hand.decoder.layer, layers.decoder.layer, strict=True):
         BY_HAND[feature](layer, other)
-    expected = run(hand)
-    scanned = activated.model.decoder.stack.mode == "scan" and run is _forward
-    equal = _equal(after, expected) and (not scanned or _equal(run(on), expected))
+    expected = _generate(hand) if feature == "fp8-cache" else _forward(hand)
+    scanned = activated.model.decoder.stack.mode == "scan" and feature != "fp8-cache"
+    equal = _equal(after, expected) and (not scanned or _equal(_forward(on), expected))
     return equal and not _equal(after, before, DIFFERENT)
 
 

@@ -1,4 +1,4 @@
-"""The features to integrate: RoPE, MoE and dropout are installed, and three features have their own packages.
+"""The features to integrate: RoPE, MoE and dropout are installed, and five features have their own packages.
 
 Also has the modifiers: ten lines of Python that a user could write instead of installing a feature.
 """
@@ -23,6 +23,8 @@ ACTIVATION = {
     "dropout": "dropout:rate=0.5,embedding=false",
     "fp8-cache": "fp8-cache",
     "label-smoothing": "label-smoothing:amount=0.2",
+    "min-gru": "min-gru:gate_bias=0.5",
+    "head-sinks": "head-sinks:start=1",
 }
 """Text for `--with` by feature. It is also the one line that a project's launcher needs."""
 

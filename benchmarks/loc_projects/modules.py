@@ -10,6 +10,8 @@ PACKAGE = "zoo"
 
 BLOCK = '''"""Block {i}: {residual}; attention: {attention}."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -33,6 +35,7 @@ class Attention{i}(Layer):
         input_dim: int = interface(default=REQUIRED)
         num_heads: int = setting(default=2, ge=1)
         position: Node[PositionEncoding] | None = None
+        scores: Node[Any] | None = None  # a layer that changes the op before it runs
         projection: Node[Projection] = Linear.Config()
         kv_cache: Node[KVCache] = ContiguousCache.Config()
 
@@ -47,6 +50,8 @@ class Attention{i}(Layer):
         self.output = self.child(cfg.projection, rngs=rngs, input_dims=heads, output_dims=width, axes=axes)
         if cfg.position is not None:
             self.position = self.child(cfg.position, rngs=rngs, num_heads=heads[0], head_dim=heads[1])
+        if cfg.scores is not None:
+            self.scores = self.child(cfg.scores, rngs=rngs, num_heads=heads[0])
 
     def cache_spec(self):
         heads, width = self.cfg.num_heads, self.cfg.input_dim
@@ -60,6 +65,8 @@ class Attention{i}(Layer):
             q, k = self.position(q, k, at)
         mask = Causal() & SlidingWindow({window})
         op = AttentionOp(q, k, v, mask=mask, {score})
+        if self.cfg.scores is not None:
+            op = self.scores(op)
         if cache is None:
             mixed = op.run()
         else:

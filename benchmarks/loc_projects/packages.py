@@ -1,4 +1,7 @@
-"""Features that the shipped code does not know, each in its own package: token shift, an 8-bit float cache, label smoothing."""
+"""Features that the shipped code does not know, each in its own package.
+
+They are token shift, an 8-bit float cache, label smoothing, a recurrent layer and attention sinks.
+"""
 
 from pathlib import Path
 
@@ -158,10 +161,139 @@ class SmoothLabels(Feature):
         return self.apply(cfg) == cfg
 '''
 
+MIN_GRU = '''"""minGRU (Feng et al., 2024, arXiv 2410.01201): a gated linear recurrence that replaces attention."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from axlearn_core.config import REQUIRED, Node, interface, node, setting
+from axlearn_core.config.tree import fill_slots
+from axlearn_core.errors import Problem
+from axlearn_core.nn.layer import Layer
+from axlearn_core.nn.linear import Linear, Projection
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_transformer.attention import AttentionLayer
+from axlearn_plugins_transformer.cache_spec import CacheEntry
+from axlearn_plugins_transformer.layer_roles import RecurrentRole
+from axlearn_plugins_transformer.recurrence import run_recurrent
+
+
+class MinGRU(Layer):
+    """`h = (1 - z) * h of the token before + z * value(x)`, with `z = sigmoid(gate(x) + gate_bias)`."""
+
+    @node
+    class Config(Layer.Config["MinGRU"], RecurrentRole):
+        input_dim: int = interface(default=REQUIRED)
+        gate_bias: float = setting(default=0.0)
+        projection: Node[Projection] = Linear.Config()
+
+    def __init__(self, cfg, *, rngs, precision):
+        super().__init__(cfg, precision=precision)
+        width, axes = (cfg.input_dim,), ("embed", "mlp")
+        self.gate = self.child(cfg.projection, rngs=rngs, input_dims=width, output_dims=width, axes=axes)
+        self.value = self.child(cfg.projection, rngs=rngs, input_dims=width, output_dims=width, axes=axes)
+
+    def cache_spec(self):
+        return CacheEntry(per="request", shape=(self.cfg.input_dim,), dtype="float32")
+
+    def __call__(self, x, context, cache=None):
+        return run_recurrent(self.mix, x, context, cache)
+
+    def mix(self, x, sequences, state):
+        gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32) + self.cfg.gate_bias)
+        values, reload = gate * self.value(x), sequences.reload
+        rows, length, width = x.shape
+        documents, restarts = sequences.documents(), jnp.zeros((rows, length), bool)
+        starts = jnp.zeros_like(values)
+        if documents is not None:
+            restarts = jnp.pad(jnp.diff(documents, axis=1) != 0, [(0, 0), (1, 0)])
+        if reload is not None:  # chunks of a serving step may begin with states of their own
+            restarts = restarts.at[:, :: reload.chunk].set(reload.restarts)
+            starts = starts.at[:, :: reload.chunk].set(reload.states)
+
+        def step(h, token):
+            keep, value, restart, start = token
+            h = keep * jnp.where(restart[:, None], start, h) + value
+            return h, h
+
+        decays = sequences.clear_padding(1.0 - gate, 1.0)
+        tokens = (decays, sequences.clear_padding(values), restarts, starts)
+        first = jnp.zeros((rows, width)) if state is None else state
+        last, states = lax.scan(step, first, tuple(jnp.moveaxis(part, 1, 0) for part in tokens))
+        states = jnp.moveaxis(states, 0, 1)
+        return states.astype(x.dtype), last if reload is None else states[:, reload.chunk - 1 :: reload.chunk]
+
+
+@node
+class UseMinGRU(Feature):
+    """Replaces attention with minGRU. Sets `gate_bias` of existing ones."""
+
+    stage = "replace"
+
+    gate_bias: float = setting(default=0.0)
+
+    def apply(self, cfg):
+        no_match = Problem(path="model", message="has no attention to replace", fix="remove min-gru")
+        new = MinGRU.Config(gate_bias=self.gate_bias)
+        return fill_slots(cfg, AttentionLayer, lambda path, old: new, no_match=no_match)
+
+    def in_effect(self, cfg):
+        return self.apply(cfg) == cfg
+'''
+
+HEAD_SINKS = '''"""Attention sinks (Agarwal et al., 2025, gpt-oss): a trained logit per head without a value."""
+
+import attrs
+
+from axlearn_core.config import REQUIRED, interface, map, node, setting
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.nn.initializers import Constant
+from axlearn_core.nn.layer import Layer
+from axlearn_core.plugins.feature import Feature
+
+
+class Sinks(Layer):
+    """Adds sinks to an `AttentionOp`. They are `start` plus a parameter that is 0 before training."""
+
+    @node
+    class Config(Layer.Config["Sinks"]):
+        num_heads: int = interface(default=REQUIRED)
+        start: float = setting(default=0.0)
+
+    def __init__(self, cfg, *, rngs, precision):
+        super().__init__(cfg, precision=precision)
+        self.sinks = self.parameter(rngs, Constant(value=0.0), (cfg.num_heads,), ("heads",))
+
+    def __call__(self, op):
+        return attrs.evolve(op, sinks=self.computed(self.sinks) + self.cfg.start)
+
+
+@node
+class UseSinks(Feature):
+    """Adds sinks to every attention layer with a slot `scores`."""
+
+    stage = "replace"
+
+    start: float = setting(default=0.0)
+
+    def apply(self, cfg):
+        found, sinks = [], Sinks.Config(start=self.start)
+        changed = map(cfg, lambda p: found.append(p) or attrs.evolve(p, scores=sinks) if hasattr(p, "scores") else p)
+        if not found:
+            raise ConfigError(Problem(path="model", message="has no slot `scores`", fix="remove head-sinks"))
+        return changed
+
+    def in_effect(self, cfg):
+        return self.apply(cfg) == cfg
+'''
+
 SOURCES = {
     "token-shift": (TOKEN_SHIFT, "TokenShift", "UseTokenShift"),
     "fp8-cache": (FP8_CACHE, "Fp8Cache", "UseFp8Cache"),
     "label-smoothing": (LABEL_SMOOTHING, "LabelSmoothing", "SmoothLabels"),
+    "min-gru": (MIN_GRU, "MinGRU", "UseMinGRU"),
+    "head-sinks": (HEAD_SINKS, "Sinks", "UseSinks"),
 }
 """Source, component and feature class of each package, by feature."""
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 PACKAGE = "subtyped"
+CACHED = ("fp8-cache", "min-gru")
+"""Features whose cells generate through the caches."""
 TOKENS = np.random.default_rng(0).integers(0, 32, 6)
 
 LAYERS = '''"""Layers that all blocks share."""
@@ -65,6 +67,10 @@ class Attention{i}:
     def scores(self, query, key):
         return np.einsum("qnh,knh->nqk", query, key) * {scale}
 
+    def weigh(self, scores):
+        seen = np.exp(scores - scores.max(-1, keepdims=True))
+        return seen / seen.sum(-1, keepdims=True)
+
     def make_cache(self):
         return Cache()
 
@@ -74,8 +80,7 @@ class Attention{i}:
             k, v = cache.append(k, v)
         distance = np.arange(len(k) - len(q), len(k))[:, None] - np.arange(len(k))
         scores = np.where((distance >= 0) & (distance < {window}), self.scores(q, k), -1e9)
-        seen = np.exp(scores - scores.max(-1, keepdims=True))
-        mixed = np.einsum("nqk,knh->qnh", seen / seen.sum(-1, keepdims=True), v)
+        mixed = np.einsum("nqk,knh->qnh", self.weigh(scores), v)
         return mixed.reshape(x.shape) @ self.output
 
 
@@ -221,6 +226,32 @@ class SmoothedLabels(CrossEntropy):
 class WithSmoothedLabels:
     def make_objective(self):
         return SmoothedLabels()
+
+
+class Recurrence:
+    def __init__(self, width, seed):
+        self.gate, self.value = weights(width, width, seed + 7), weights(width, width, seed + 8)
+
+    def make_cache(self):
+        return {"state": 0}
+
+    def __call__(self, x, cache=None):
+        gate, states = 1 / (1 + np.exp(-(x @ self.gate))), [(cache or {"state": 0})["state"]]
+        for z, value in zip(gate, x @ self.value):
+            states.append((1 - z) * states[-1] + z * value)
+        if cache is not None:
+            cache["state"] = states[-1]
+        return np.stack(states[1:])
+
+
+class WithRecurrence:
+    def make_attention(self, width, heads, seed):
+        return Recurrence(width, seed)
+
+
+class WithSinks:
+    def weigh(self, scores):
+        return np.exp(scores) / (np.exp(scores).sum(-1, keepdims=True) + np.array([[[1.0]], [[2.0]]]))
 '''
 
 PREFIX = {
@@ -230,6 +261,8 @@ PREFIX = {
     "dropout": "Drop",
     "fp8-cache": "Cache",
     "label-smoothing": "Smooth",
+    "min-gru": "Gru",
+    "head-sinks": "Sink",
 }
 IMPORTED = {
     "rope": "Turned",
@@ -238,6 +271,8 @@ IMPORTED = {
     "dropout": "WithDropout",
     "fp8-cache": "WithRoundedCache",
     "label-smoothing": "WithSmoothedLabels",
+    "min-gru": "WithRecurrence",
+    "head-sinks": "WithSinks",
 }
 
 OF_BLOCK = """class {prefix}Block{i}({imported}, Block{i}): ...
@@ -253,6 +288,8 @@ SUBTYPE = {
     "token-shift": OF_BLOCK,
     "dropout": OF_BLOCK,
     "fp8-cache": OF_ATTENTION,
+    "min-gru": OF_BLOCK,
+    "head-sinks": OF_ATTENTION,
 }
 """Subtypes of a module by feature. An objective has none, because experiments create it."""
 
@@ -345,10 +382,14 @@ def active(i: int, j: int, feature: str) -> bool:
             block.feed_forward = brought.Shifted(block.feed_forward)
         elif feature == "fp8-cache":
             block.attention.make_cache = brought.RoundedCache
+        elif feature == "min-gru":
+            block.attention = brought.Recurrence(hand.width, seed)
+        elif feature == "head-sinks":
+            block.attention.weigh = lambda scores: brought.WithSinks().weigh(scores)
     if feature == "label-smoothing":
         hand.objective = brought.SmoothedLabels()
     before, after, expected = (_computed(model, feature) for model in (plain, subtype, hand))
-    if feature == "fp8-cache" and np.abs(before - plain(TOKENS)).max() > 1e-9:
+    if feature in CACHED and np.abs(before - plain(TOKENS)).max() > 1e-9:
         return False  # the caches of the plain model do not store earlier tokens
     norm = np.linalg.norm(after)
     return bool(np.linalg.norm(after - before) >= 1e-3 * norm and np.linalg.norm(after - expected) <= 1e-9 * norm)
@@ -358,7 +399,7 @@ def _computed(model: Any, feature: str) -> Any:
     """Return the values that the feature changes: logits, logits of a generation through the caches, or losses."""
     if feature == "label-smoothing":
         return np.array([model.loss(TOKENS[:n], TOKENS[1 : n + 1]) for n in (1, 3, 5)])
-    if feature != "fp8-cache":
+    if feature not in CACHED:
         return model(TOKENS)
     caches = model.make_caches()
     return np.concatenate([model(part, caches) for part in (TOKENS[:4], TOKENS[4:5], TOKENS[5:])])

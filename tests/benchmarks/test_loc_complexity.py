@@ -11,7 +11,7 @@ from support.paths import ROOT
 
 pytestmark = pytest.mark.slow  # a repository per case, and a forward pass per cell
 
-FEATURES = ("rope", "moe", "token-shift", "dropout", "fp8-cache", "label-smoothing")
+FEATURES = ("rope", "moe", "token-shift", "dropout", "fp8-cache", "label-smoothing", "min-gru", "head-sinks")
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +115,8 @@ def project(parts, tmp_path_factory):
         ("dropout", "dropout:rate=0.4,embedding=false"),
         ("fp8-cache", "fp8-cache:dtype=float8_e5m2"),
         ("label-smoothing", "label-smoothing:amount=0.21"),
+        ("min-gru", "min-gru:gate_bias=0.4"),
+        ("head-sinks", "head-sinks:start=1.1"),
     ],
 )
 def test_the_proof_can_fail(parts, project, feature, wrong):

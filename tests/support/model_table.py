@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Mapping
 
+from axlearn_core.config.tree import children
 from axlearn_core.plugins.registry import registry
 from axlearn_plugins_models.huggingface.family import families, family, find_family
 from support.benchmark_scripts import load_benchmark
@@ -27,12 +28,14 @@ def text_types() -> list[str]:
 
 
 def experiments() -> dict[str, list[str]]:
-    """model_type -> the experiments whose models can be exported in its format."""
+    """model_type -> its experiments."""
     result: dict[str, list[str]] = {}
     for entry in registry().entries("experiments"):
-        config = registry().experiment(entry.name)
-        if hasattr(config.model, "decoder"):
-            result.setdefault(find_family(config)[0].model_type, []).append(entry.name)
+        written = re.search(r'published_model\(\s*"(\w+)"', inspect.getsource(entry.load()))
+        if written is not None:
+            result.setdefault(written[1], []).append(entry.name)
+        elif "decoder" in children(registry().experiment(entry.name).model):
+            result.setdefault(find_family(registry().experiment(entry.name))[0].model_type, []).append(entry.name)
     return result
 
 

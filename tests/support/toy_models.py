@@ -30,7 +30,7 @@ PUBLISHED = frozenset(
     gpt-oss-20b gpt-oss-toy qwen3-next-80b-a3b qwen3-next-toy
     glm4.5-air glm4.6 glm4.7-flash glm-5 kimi-k2 deepseek-v3.2 dots1 k-exaone ernie4.5-21b-a3b granite3.1-3b-a800m qwen2-57b-a14b
     minimax-m2 olmoe-1b-7b hunyuan-a13b llama4-scout llama4-maverick
-    gemma-2b gemma-7b gpt-neox-20b helium1-2b minitron-4b olmo-1b olmo-7b pythia-1.4b stablelm-3b stablelm2-1.6b
+    apertus-8b gemma-2b gemma-7b gpt-neox-20b helium1-2b minitron-4b olmo-1b olmo-7b pythia-1.4b stablelm-3b stablelm2-1.6b
     afm-4.5b command-r-35b command-r7b ernie4.5-0.3b exaone4-1.2b exaone4-32b glm4-9b glm4-9b-0414 granite3.3-2b
     granite3.3-8b hunyuan-7b olmo2-32b olmo2-7b olmo3-7b phi3-mini phi4 seed-oss-36b smollm3-3b starcoder2-3b starcoder2-7b
     """.split()  # noqa: SIM905

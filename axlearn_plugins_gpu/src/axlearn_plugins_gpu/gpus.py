@@ -15,6 +15,7 @@ TOPOLOGY = "axlearn_plugins_gpu.topology:devices"
 DGX_HOST_BYTES = 2e12
 """Host memory of DGX A100 (640 GB), H100 and H200."""
 LOWERING = "axlearn_plugins_gpu.kernels.mosaic:lowering"
+SKIP_ASSEMBLY = "axlearn_plugins_gpu.skip_assembly:skip_assembly"
 
 OPTIONS: Mapping[str, Any] = {
     # Start collectives as early and await them as late as the program allows, based on estimated latencies.
@@ -38,6 +39,7 @@ def _gpu(name: str, kinds: tuple[str, ...], **figures: Any) -> Target:
         device_kinds=kinds,
         topology=TOPOLOGY,
         lowering=LOWERING,
+        skip_assembly=SKIP_ASSEMBLY,
         compiler_options=OPTIONS,
         examples=(f"{name}-8x1", f"{name}-8x64"),
         **figures,

@@ -66,6 +66,11 @@ def test_attention_that_sees_later_positions_is_refused():
         resolve("vit-tiny", with_=["mamba2"])
 
 
+def test_context_parallelism_without_attention_is_refused():
+    with pytest.raises(RequestError, match=r"context-parallel[\s\S]*expected: an attention layer"):
+        resolve("quickstart", with_=["gated-delta-net:attention_every=0", "context-parallel"])
+
+
 def test_attention_with_an_unknown_number_of_heads_is_refused():
     config = resolve("quickstart", with_=["mla"]).config
     with pytest.raises(RequestError, match=r"cannot take the number of heads(.*\n)+.*gated-delta-net:num_heads=16"):

@@ -92,6 +92,20 @@ def test_layer_norm(bias):
     np.testing.assert_allclose(layer(jnp.asarray(x, jnp.float32)), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_layer_norm_with_a_scale_around_zero_and_without_a_scale():
+    x = normal(2, 3, 6)
+    plain = build(LayerNorm.Config(), dim=6)
+    around_zero = build(LayerNorm.Config(offset=1.0), dim=6)
+    assert not np.any(around_zero.weight[...])
+    np.testing.assert_array_equal(around_zero(x), plain(x))
+    around_zero.weight[...] = normal(6, seed=1)
+    plain.weight[...] = 1 + normal(6, seed=1)
+    np.testing.assert_allclose(around_zero(x), plain(x), rtol=1e-6)
+    without = build(LayerNorm.Config(scale=False, bias=False), dim=6)
+    assert not weights(without)
+    np.testing.assert_array_equal(without(x), build(LayerNorm.Config(), dim=6)(x))
+
+
 @pytest.mark.slow_cases("gelu", "silu")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_feed_forward_layers(activation):

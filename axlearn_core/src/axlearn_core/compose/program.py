@@ -219,16 +219,19 @@ def _check_batch(shapes: BatchShapes, layout: Layout) -> None:
         layout.spec(batch_axes(shape), shape, f"input ({name})")
 
 
-def find_layout_problem(config: Any, mesh: Mesh, devices: int) -> str | None:
+def find_layout_problem(config: Any, mesh: Mesh, devices: int, trained: ModelAndObjective | None = None) -> str | None:
     """Return the reason why parameters or batches cannot be sharded over a number of devices, or None if they can.
 
     Args:
         config: Experiment with a `model`, an `objective`, and an `input`.
         mesh: Mesh to shard them over.
         devices: Number of devices.
+        trained: The model and the objective of the config, if they are already built.
     """
     try:
-        layout = _lay_out(mesh, ModelAndObjective.from_config(config, Functional.from_config(config.model)), devices)
+        if trained is None:
+            trained = ModelAndObjective.from_config(config, Functional.from_config(config.model))
+        layout = _lay_out(mesh, trained, devices)
         _check_batch(_batch_shapes(config), layout)
     except ConfigError as error:
         problem = error.problems[0]

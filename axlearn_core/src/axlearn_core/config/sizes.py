@@ -1,7 +1,9 @@
-"""Sizes that are relative to a base size and resolved when the layer is built.
+"""Sizes and factors that are relative to a base size and resolved when the layer is built.
 
-A feature can therefore set such a size without knowing the base size, which the user may change later.
+A feature can therefore set such a value without knowing the base size, which the user may change later.
 """
+
+from typing import Any
 
 from axlearn_core.config.node import Node, node, setting
 
@@ -22,3 +24,8 @@ class Scaled(Node[int]):
 def size_of(size: int | Node[int], base: int) -> int:
     """Return a size. Resolve it against `base` if it is a node."""
     return size.build(base=base) if isinstance(size, Node) else size
+
+
+def factor_of(factor: float | Node[float], **sizes: Any) -> float:
+    """Return a factor. Build it with `sizes` if it is a node."""
+    return factor.build(**sizes) if isinstance(factor, Node) else factor

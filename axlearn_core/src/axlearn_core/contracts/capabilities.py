@@ -24,6 +24,17 @@ class HasVocabulary(Protocol):
 
 
 @runtime_checkable
+class HasClasses(Protocol):
+    """Config of a model that classifies. Inputs are offered its `num_classes`.
+
+    Attributes:
+        num_classes: Number of classes. Labels are below it.
+    """
+
+    num_classes: int
+
+
+@runtime_checkable
 class HasProcessGroup(Protocol):
     """Config of an experiment whose processes must join a job before JAX initializes devices."""
 

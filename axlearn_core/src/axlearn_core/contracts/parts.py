@@ -100,9 +100,12 @@ class BatchIterator(Protocol):
         ...
 
 
-@offers("seed", "process_index", "process_count", "vocab_size")
+@offers("seed", "process_index", "process_count", "vocab_size", "num_classes")
 class Input(Protocol):
-    """Source of batches. `vocab_size` is offered only if the model has one (`capabilities.HasVocabulary`)."""
+    """Source of batches.
+
+    `vocab_size` and `num_classes` are offered only if the model has them (`capabilities.HasVocabulary`, `capabilities.HasClasses`).
+    """
 
     def train(self) -> BatchIterator:
         """Return infinite shuffled batches.

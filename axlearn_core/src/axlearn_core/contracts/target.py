@@ -42,6 +42,9 @@ class Target:
             raises `RequestError` if no domain has that size. None if chips are not arranged in a grid.
         lowering: `"module:function"` that returns a context manager for this target. It is active while programs are lowered,
             for settings that JAX's lowering cannot receive in any other way. None if it is not needed.
+        skip_assembly: `"module:function"` that returns a context manager for compiling programs that never run, such as those of
+            plans. It yields compiler options that save time on machine code, and that change neither buffers nor the schedule.
+            None if there are none.
         stand_in: Reason why a program compiled without the hardware differs from the real one. Empty if it does not.
         compiler_options: Options for `Lowered.compile`.
         source: Source of the figures.
@@ -64,6 +67,7 @@ class Target:
     topology: str | None = None
     domain_shape: str | None = None
     lowering: str | None = None
+    skip_assembly: str | None = None
     stand_in: str = ""
     compiler_options: Mapping[str, Any] = {}
     examples: tuple[str, ...] = ()

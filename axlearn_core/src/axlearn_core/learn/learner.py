@@ -53,6 +53,18 @@ class ParameterRule(Node[None]):
                 fix="give the rule an optimizer, or set learner.max_grad_norm",
             )
 
+    def scale_updates(
+        self, params: Mapping[str, Any], axes: Axes, optimizers: Mapping[str, Node[Optimizer]]
+    ) -> dict[str, float]:
+        """Return the factors for the updates by path. A subclass may compute them.
+
+        Args:
+            params: Arrays, or their shapes, of the parameters that match the pattern, by path.
+            axes: Logical axis names of the parameters by path.
+            optimizers: Optimizers of the parameters by path.
+        """
+        return dict.fromkeys(params, self.learning_rate_scale)
+
 
 class LearnerState(NamedTuple):
     """State of a learner.
@@ -260,9 +272,13 @@ class Learner(Configurable):
         frozen: set[str] = set()
         labels: dict[str, str] = {}
         rules = self.cfg.rules
-        for i, rule in enumerate(rules):
-            paths = select(rule.pattern, flat, setting=f"learner.rules.{i}.pattern")
-            scales |= {p: scales.get(p, 1.0) * rule.learning_rate_scale for p in paths}
+        matched = [select(rule.pattern, flat, setting=f"learner.rules.{i}.pattern") for i, rule in enumerate(rules)]
+        nodes = dict.fromkeys(flat, self.cfg.optimizer)
+        for rule, paths in zip(rules, matched, strict=True):
+            nodes |= {} if rule.optimizer is None else dict.fromkeys(paths, rule.optimizer)
+        for i, (rule, paths) in enumerate(zip(rules, matched, strict=True)):
+            factors = rule.scale_updates({p: flat[p] for p in paths}, self._axes, nodes)
+            scales |= {p: scales.get(p, 1.0) * factor for p, factor in factors.items()}
             exempt |= set() if rule.weight_decay else set(paths)
             frozen |= set(paths) if rule.freeze else set()
             labels |= dict.fromkeys(paths, str(i)) if rule.optimizer is not None else {}

@@ -14,6 +14,7 @@ If an optimizer evaluates with parameters other than the ones it trains (schedul
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import attrs
 import optax
 
 from axlearn_core.config import Node, node, setting
@@ -21,6 +22,55 @@ from axlearn_core.learn.schedules import Cosine, Schedule
 
 Axes = Mapping[str, tuple[str | None, ...] | None]
 LearningRate = float | Node[Schedule]
+
+
+@attrs.frozen
+class Growth:
+    """Sizes of a weight matrix, and its sizes in the model of the base width.
+
+    Attributes:
+        fan_in: Number of inputs.
+        fan_out: Number of outputs.
+        base_fan_in: Number of inputs at the base width.
+        base_fan_out: Number of outputs at the base width.
+    """
+
+    fan_in: float
+    fan_out: float
+    base_fan_in: float
+    base_fan_out: float
+
+
+@runtime_checkable
+class ScalesWithWidth(Protocol):
+    """Node of an optimizer that defines how the learning rate of a weight matrix depends on the width (muP)."""
+
+    def width_scale(self, axes: tuple[str | None, ...], growth: Growth) -> float:
+        """Return the factor for the updates of a weight matrix.
+
+        Args:
+            axes: Logical axis name of each dimension.
+            growth: Sizes of the matrix.
+        """
+        ...
+
+
+def adam_width_scale(growth: Growth) -> float:
+    """Return the factor for optimizers whose updates have a size that the gradients do not determine (Adam, Lion).
+
+    The change of an output then grows with the number of inputs (Yang et al., 2022, arXiv 2203.03466, table 8).
+    """
+    return growth.base_fan_in / growth.fan_in
+
+
+def width_scale(optimizer: Node[Any], axes: tuple[str | None, ...], growth: Growth) -> float | None:
+    """Return the factor for the updates of a weight matrix, or None if the optimizer does not define one."""
+    if isinstance(optimizer, ScalesWithWidth):
+        return optimizer.width_scale(axes, growth)
+    return adam_width_scale(growth) if type(optimizer).owner in _ADAM_LIKE else None
+
+
+_ADAM_LIKE = (optax.adam, optax.adamw, optax.adamax, optax.adamaxw, optax.amsgrad, optax.lion, optax.nadam, optax.nadamw)
 
 
 Optimizer = optax.GradientTransformation
@@ -68,3 +118,7 @@ class AdamW(Node[Optimizer]):
             mask=mask,
             nesterov=self.nesterov,
         )
+
+    def width_scale(self, axes: tuple[str | None, ...], growth: Growth) -> float:
+        """Return the factor for the updates of a weight matrix; see `ScalesWithWidth`."""
+        return adam_width_scale(growth)

@@ -1,4 +1,7 @@
-"""Parameter initializers: nodes that build functions `(key, shape, dtype, *, in_axis, out_axis) -> array`."""
+"""Parameter initializers: nodes that build functions `(key, shape, dtype, *, in_axis, out_axis) -> array`.
+
+A layer offers `axes` to the node, the logical axis name of each dimension.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol

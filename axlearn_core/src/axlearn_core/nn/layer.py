@@ -153,7 +153,7 @@ class Layer(Configurable, nnx.Module):
         fan_out: Sequence[int] = (-1,),
     ) -> nnx.Param[jax.Array]:
         """Create a parameter. The initializer scales by the dimensions `fan_in` and `fan_out`."""
-        value = init.build()(
+        value = init.build(axes=tuple(axes))(
             rngs.params(),
             tuple(shape),
             jnp.dtype(self.precision.params),

@@ -22,6 +22,7 @@ from axlearn_core.contracts.capabilities import (
     ChecksStart,
     ChecksTraining,
     FreezesParameters,
+    HasClasses,
     KeepsLocalTier,
     OwnsCheckpoints,
     ReportsSaves,
@@ -175,12 +176,14 @@ class Trainer(Configurable):
 
         def build_input(self, input_config: Node[Input], vocab_size: int | None) -> Input:
             """Build an input for this process."""
-            tokens = {} if vocab_size is None else {"vocab_size": vocab_size}
+            sizes = {} if vocab_size is None else {"vocab_size": vocab_size}
+            if isinstance(self.model, HasClasses):
+                sizes["num_classes"] = self.model.num_classes
             source = input_config.build(
                 seed=self.seed,
                 process_index=jax.process_index(),
                 process_count=jax.process_count(),
-                **tokens,
+                **sizes,
             )
             return check_stateless(source, "input")
 

@@ -1,19 +1,20 @@
 """Compile a function for a machine that may be absent, and determine how much device memory the function needs."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from axlearn_core.compose.compiler import Compiler
-from axlearn_core.contracts.target import Machine
+from axlearn_core.contracts.target import Machine, Target
 from axlearn_core.errors import WorkError
+from axlearn_core.plugins.targets import load
 from axlearn_plugins_plan.buffers import Dump, open_dump
 from axlearn_plugins_plan.memory import Memory, compiled_memory, parse_out_of_memory, shard_bytes
 
-_NEVER_RUN = {"xla_backend_optimization_level": 0}
+_STAND_IN: Mapping[str, Any] = {"xla_backend_optimization_level": 0}
 """XLA options for a stand-in on XLA:CPU. Only its HLO is read, so LLVM optimizations would waste time."""
 
 
@@ -46,8 +47,7 @@ def compile_function(program: Compiler, function: str, bucket: Any, machine: Mac
     Raises:
         WorkError: The compiler stopped for a different reason.
     """
-    options: dict[str, Any] = dict(_NEVER_RUN) if machine.target.stand_in else {}
-    with _buffers(program, machine) as dump:
+    with _buffers(program, machine) as dump, _skip_assembly(machine.target) as options:
         try:
             with disable_compilation_cache():
                 compiled = program.compile(function, bucket, **options, **(dump.options if dump else {}))
@@ -58,6 +58,16 @@ def compile_function(program: Compiler, function: str, bucket: Any, machine: Mac
                 raise WorkError(f"the compiler stopped: {error}") from error
             return None, memory
         return compiled, compiled_memory(compiled, machine, dump.read() if dump else None)
+
+
+def _skip_assembly(target: Target) -> contextlib.AbstractContextManager[Mapping[str, Any]]:
+    """Return a context manager that yields XLA options for a program that never runs."""
+    if target.stand_in:
+        return contextlib.nullcontext(_STAND_IN)
+    if target.skip_assembly is None:
+        return contextlib.nullcontext({})
+    enter: Any = load(target.skip_assembly)
+    return enter()
 
 
 def _buffers(program: Compiler, machine: Machine) -> contextlib.AbstractContextManager[Dump | None]:

@@ -48,7 +48,7 @@ class WeightOnlyLinear(Layer):
                 "    fix: choose a divisor of the input dimension, or remove tile_size"
             )
         shape = (*cfg.input_dims, *cfg.output_dims)
-        make = cfg.init.build()
+        make = cfg.init.build(axes=tuple(axes))
         dense = make(rngs.params(), shape, jnp.float32, in_axis=tuple(range(count)), out_axis=tuple(range(count, rank)))
         values, scales = self.quantize(dense)
         replicated = (None,) * count  # scales have few entries along the inputs, so every device has all of them

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axlearn_core.config import REQUIRED, Node, interface, node, setting
+from axlearn_core.config import REQUIRED, Node, factor_of, interface, node, setting
 from axlearn_core.errors import Problem, RequestError
 from axlearn_core.nn.initializers import Initializer
 from axlearn_core.nn.layer import Context, Layer, Precision
@@ -25,7 +25,7 @@ from axlearn_plugins_transformer.kv_cache import (
     declare_prefix,
     hide_unwritten,
 )
-from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, WindowRole
+from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, ScoreScaleRole, WindowRole
 from axlearn_plugins_transformer.norm import Norm
 
 
@@ -94,6 +94,18 @@ class AttentionLayer(Protocol):
         ...
 
 
+def score_scale(scale: float | Node[float] | None, size: int, width: int, *, grows: bool) -> float:
+    """Return the factor of attention scores.
+
+    Args:
+        scale: The factor, a node that builds it, or None for size ** -0.5.
+        size: Size of a query or key.
+        width: Width of the model.
+        grows: Whether the size of a head is relative to the width.
+    """
+    return size**-0.5 if scale is None else factor_of(scale, size=size, width=width, grows=grows)
+
+
 class Attention(Layer):
     """Self-attention, causal by default, with optional grouped queries.
 
@@ -102,7 +114,7 @@ class Attention(Layer):
     """
 
     @node
-    class Config(Layer.Config["Attention"], WindowRole, AttentionKernelRole):
+    class Config(Layer.Config["Attention"], WindowRole, AttentionKernelRole, ScoreScaleRole):
         """Settings for the heads, the mask and the optional parts.
 
         Attributes:
@@ -113,12 +125,13 @@ class Attention(Layer):
             qk_norm: Norm over each head of queries and keys, or None.
             qk_norm_over: What a norm covers: one head, or all heads of a token together (OLMo 2).
             qk_norm_last: Normalize after the positions are encoded, instead of before.
-            output_gate: Projection from the input of the layer to output gates, or None. Each weighted sum of values is multiplied by
-                the sigmoid of its gate (Qiu et al., 2025, arXiv 2505.06708).
+            output_gate: Projection from the input of the layer to output gates, or None. Each weighted sum of values is
+                multiplied by the sigmoid of its gate (Qiu et al., 2025, arXiv 2505.06708).
             output_gate_per: Whether each element of a head has a gate, or each head.
             sinks: Initializer of trained sinks, or None. A sink is an extra logit of a head in the softmax, without a value
                 (OpenAI, 2025, arXiv 2508.10925, section 2.2).
-            scale: Factor applied to the scores (default: head_dim ** -0.5).
+            scale: Factor applied to the scores (default: head_dim ** -0.5): a number, or a node that builds one; see
+                `score_scale`.
             softcap: Soft cap of the scores, or None.
             window: Number of positions that a query attends to, including its own: an int, a node that builds an int or None,
                 or None for all.
@@ -143,7 +156,7 @@ class Attention(Layer):
         output_gate: Node[Projection] | None = setting(default=None, hide_default=True)
         output_gate_per: Literal["element", "head"] = setting(default="element", hide_default=True)
         sinks: Node[Initializer] | None = setting(default=None, hide_default=True)
-        scale: float | None = setting(default=None, gt=0)
+        scale: float | Node[float] | None = setting(default=None, gt=0)
         softcap: float | None = setting(default=None, gt=0)
         window: int | Node[int | None] | None = setting(default=None, ge=1)
         chunk: int | Node[int | None] | None = setting(default=None, ge=1, hide_default=True)
@@ -257,7 +270,7 @@ class Attention(Layer):
             key,
             value,
             mask=self.mask(context),
-            scale=cfg.scale or self.head_dim**-0.5,
+            scale=score_scale(cfg.scale, self.head_dim, cfg.input_dim, grows=cfg.head_dim is None),
             softcap=cfg.softcap,
             bias=None if cfg.position is None else bias_of(self.position),
             sinks=None if cfg.sinks is None else self.computed(self.sinks),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axlearn_core.config import REQUIRED, Node, interface, node, setting
+from axlearn_core.config import REQUIRED, Node, factor_of, interface, node, setting
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.initializers import Initializer, Normal, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision
@@ -37,14 +37,15 @@ class Embedding(Layer):
 
         Attributes:
             scale: Multiply the vectors by sqrt(dim) (Vaswani et al., 2017).
-            multiplier: Factor applied to the vectors (the embedding multiplier of Granite).
+            multiplier: Factor applied to the vectors (the embedding multiplier of Granite): a number, or a node that builds one from
+                the width.
             init: Initializer of the table. The default has variance 1/dim.
         """
 
         vocab_size: int = interface(default=REQUIRED)
         dim: int = interface(default=REQUIRED)
         scale: bool = False
-        multiplier: float = setting(default=1.0, gt=0, hide_default=True)
+        multiplier: float | Node[float] = setting(default=1.0, gt=0, hide_default=True)
         init: Node[Initializer] = setting(
             default=VarianceScaling(mode="fan_out", distribution="normal"), kind="training"
         )
@@ -61,7 +62,8 @@ class Embedding(Layer):
             x = table[jnp.broadcast_to(tokens.reshape(1), (2,))][:1].reshape(*tokens.shape, -1)
         else:
             x = table[tokens]
-        multiplier = self.cfg.multiplier * (self.cfg.dim**0.5 if self.cfg.scale else 1.0)
+        factor = factor_of(self.cfg.multiplier, width=self.cfg.dim)
+        multiplier = factor * (self.cfg.dim**0.5 if self.cfg.scale else 1.0)
         return x if multiplier == 1 else x * multiplier
 
     def head_weight(self) -> jax.Array:

@@ -81,7 +81,7 @@ class GatedFeedForward(Layer):
 
 
 class PlainFeedForward(Layer):
-    """`down(activation(up(x)))` (Vaswani et al., 2017)."""
+    """`down(activation(up(x)))` (Vaswani et al., 2017). The activation may be a layer with parameters."""
 
     @node
     class Config(Layer.Config["PlainFeedForward"]):
@@ -103,10 +103,15 @@ class PlainFeedForward(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
         width, hidden = (cfg.input_dim,), (size_of(cfg.hidden_dim, cfg.input_dim),)
+        if isinstance(cfg.activation, Layer.Config):
+            self.activation = self.child(cfg.activation, rngs=rngs)
         self.up = self.child(cfg.up, rngs=rngs, input_dims=width, output_dims=hidden, axes=("embed", "mlp"))
         self.down = self.child(cfg.down, rngs=rngs, input_dims=hidden, output_dims=width, axes=("mlp", "embed"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the layer: [B, S, D] -> [B, S, D]."""
-        hidden = tag(activation_function(self.cfg.activation)(tag(self.up(x), "mlp_up")), "mlp_hidden")
+        cfg = self.cfg
+        learned = isinstance(cfg.activation, Layer.Config)
+        activation = self.activation if learned else activation_function(cfg.activation)
+        hidden = tag(activation(tag(self.up(x), "mlp_up")), "mlp_hidden")
         return tag(self.down(constrain(hidden, "batch", "sequence", "activation_mlp")), "mlp_out")

@@ -27,6 +27,21 @@ class AttentionKernelRole(Role, fields=("kernel",)):
     __slots__ = ()
 
 
+class ScoreScaleRole(Role, fields=("scale",)):
+    """Attention with a `scale` of its scores: a number, a node that builds one (see `score_scale`), or None for the default."""
+
+    __slots__ = ()
+
+
+class WidthRole(Role, fields=("hidden_dim", "output_multiplier")):
+    """A part of a model that determines its width, `hidden_dim`.
+
+    `output_multiplier` is a factor of the logits: a number, or a node that builds one from the width.
+    """
+
+    __slots__ = ()
+
+
 class RecurrentRole(Role):
     """A layer that keeps a state per request instead of its tokens; see `axlearn_plugins_transformer.recurrence`."""
 

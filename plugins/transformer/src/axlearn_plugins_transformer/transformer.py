@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axlearn_core.config import REQUIRED, Node, interface, node, setting
+from axlearn_core.config import REQUIRED, Node, factor_of, interface, node, setting
 from axlearn_core.config.roles import states_role
 from axlearn_core.errors import Problem
 from axlearn_core.nn.layer import Context, Layer, Precision
@@ -17,7 +17,7 @@ from axlearn_plugins_transformer.attention import Attention, AttentionLayer
 from axlearn_plugins_transformer.cache_spec import empty_cache, spec_of
 from axlearn_plugins_transformer.embedding import Embedding, OutputHead, PositionEmbedding, TokenEmbedding
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
-from axlearn_plugins_transformer.layer_roles import OutputHeadRole, SequentialRole, SplitDecoderRole, SplitLayerRole
+from axlearn_plugins_transformer.layer_roles import OutputHeadRole, SequentialRole, SplitDecoderRole, SplitLayerRole, WidthRole
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 from axlearn_plugins_transformer.stack import LayerStack, Stack, StackLayer, each_layer, unstack
 from axlearn_plugins_transformer.stack_layers import join_inputs, split_inputs
@@ -126,7 +126,7 @@ class Decoder(Layer):
     """Maps token ids to hidden states: an embedding, a stack of layers and a final norm."""
 
     @node
-    class Config(Layer.Config["Decoder"], OutputHeadRole, SplitDecoderRole):
+    class Config(Layer.Config["Decoder"], OutputHeadRole, SplitDecoderRole, WidthRole):
         """Settings for the decoder.
 
         Attributes:
@@ -138,7 +138,8 @@ class Decoder(Layer):
             stack: Runs the layers.
             norm: Final norm, or None.
             head: Output head. None uses the transposed embedding.
-            output_multiplier: Factor applied to the final hidden states, and so to the logits (1 / `logits_scaling` of Granite).
+            output_multiplier: Factor applied to the final hidden states, and so to the logits (1 / `logits_scaling` of Granite): a
+                number, or a node that builds one from the width.
         """
 
         vocab_size: int = interface(default=REQUIRED)
@@ -150,7 +151,7 @@ class Decoder(Layer):
         stack: Node[LayerStack] = Stack.Config()
         norm: Node[Norm] | None = RMSNorm.Config()
         head: Node[OutputHead] | None = None
-        output_multiplier: float = setting(default=1.0, gt=0, hide_default=True)
+        output_multiplier: float | Node[float] = setting(default=1.0, gt=0, hide_default=True)
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
@@ -244,7 +245,8 @@ class Decoder(Layer):
         return constrain(x, *RESIDUAL), context
 
     def _normalize(self, x: jax.Array) -> jax.Array:
-        x, scale = x if self.cfg.norm is None else self.norm(x), self.cfg.output_multiplier
+        x = x if self.cfg.norm is None else self.norm(x)
+        scale = factor_of(self.cfg.output_multiplier, width=self.cfg.hidden_dim)
         return x if scale == 1 else x * scale
 
     def _last_layer(self) -> Any:

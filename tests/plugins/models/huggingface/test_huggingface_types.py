@@ -26,7 +26,7 @@ SIZES = {
     "runner.row_buckets": (1,), "runner.chunk_buckets": (1,), "runner.num_blocks": 26,
 }  # fmt: skip
 """Of an engine with less memory than the requests need together."""
-WINDOWED = {"mistral"}
+WINDOWED = {"mistral", "phi3", "starcoder2"}
 """Every layer has a window, so that their requests do not fill the memory."""
 
 
@@ -108,7 +108,7 @@ def test_an_export_has_every_value_and_transformers_reads_it(name, tmp_path):
     import_run(folder(name), tmp_path / "run")
     export_run(tmp_path / "run", tmp_path / "out")
     before, after = (
-        {n: np.asarray(t.rows(0, t.shape[0]), np.float32) for n, t in stored_tensors(d).items()}
+        {n: np.asarray(t.rows(0, t.shape[0] if t.shape else 1), np.float32) for n, t in stored_tensors(d).items()}
         for d in (folder(name), tmp_path / "out")
     )
     assert {n: (x.shape, x.tobytes()) for n, x in after.items()} == {

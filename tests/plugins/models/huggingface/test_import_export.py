@@ -168,6 +168,7 @@ WRONG = {
     ]),
     "new-family": (new_family, [
         "unknown Hugging Face model_type 'olmo2'", "nearest: llama, which does not support", "config.json: clip_qkv (3.0)",
+        "(begin with `axlearn plugins new --family olmo2 --like llama`)",
         "tensor model.layers.*.post_norm.weight", "a model without tensor model.layers.*.input_layernorm.weight",
     ]),
     "architecture": (

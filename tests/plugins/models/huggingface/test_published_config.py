@@ -11,6 +11,7 @@ from axlearn_plugins_models.huggingface.published_config import published_model
 # for multi-token prediction, and without the 58 x 256 biases of its routers, which are variables here; other models are without
 # these parts, too. Gemma 3 and Llama 4 are without the vision tower and its projection.
 TOTALS = {
+    "apertus-8b": 8_053_338_176,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_404_352,
     "deepseek-v3.2": 671_877_929_216,

@@ -163,6 +163,31 @@ def test_an_export_is_read_by_transformers_4_and_5(kind):
     assert get(read.config, POSITION) == get(changed, POSITION)
 
 
+@pytest.mark.parametrize(
+    ("model", "changes", "fraction"),
+    [
+        ("nemotron", {"rope_parameters": None}, 0.5),
+        ("nemotron", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, 0.25),
+        ("nemotron", {"rope_parameters": None, "partial_rotary_factor": 1.0}, 1.0),
+        ("gpt-neox", {"rope_parameters": None, "rotary_pct": 0.5}, 0.5),
+        ("gpt-neox", {"rope_parameters": None}, 0.25),
+    ],
+)
+def test_the_share_of_a_head_that_rotates(model, changes, fraction):
+    assert position(model, **changes).fraction == fraction
+    data = config(model, **changes)
+    written = family(data["model_type"]).config_json(family(data["model_type"]).resolve(data)[0].config)
+    share = "rotary_pct" if model == "gpt-neox" else "partial_rotary_factor"
+    assert written[share] == written["rope_parameters"]["partial_rotary_factor"] == fraction
+
+
+def test_two_shares_of_a_head():
+    changes = {"rotary_pct": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}}
+    expected = r"partial_rotary_factor: has two values[\s\S]*partial_rotary_factor: 0\.25, rotary_pct: 0\.5"
+    with pytest.raises(ConfigError, match=expected):
+        position("gpt-neox", **changes)
+
+
 def test_an_export_of_gemma3_is_read_by_both():
     original = position("gemma3", rope_parameters=NESTED)
     data = config("gemma3", rope_parameters=NESTED)

@@ -168,6 +168,19 @@ def test_invalid_images_are_reported(tmp_path):
         ImageArrays.Config(batch_size=2, paths=str(tmp_path / "right.npz"), held_out=0.01).build(seed=0).evaluation()
 
 
+def test_a_label_that_the_model_has_no_class_for_is_refused(tmp_path):
+    images = np.zeros((4, 32, 32, 3), np.uint8)
+    config = ax.resolve("vit-tiny").config  # it has four classes
+    for label, named in ((3, None), (4, r"labels\[2\] is not a class\n *got: 4\n *expected: 0 to 3"), (-1, "got: -1")):
+        np.savez(tmp_path / "own.npz", images=images, labels=np.array([0, 1, label, 2]))
+        own = ImageArrays.Config(batch_size=2, paths=str(tmp_path / "own.npz"), image_size=32)
+        if named is None:
+            assert config.build_input(own, None).describe()["images"] == 4
+        else:
+            with pytest.raises(InputError, match=named):
+                config.build_input(own, None)
+
+
 @pytest.mark.parametrize("count", [5, 11, 40])
 def test_the_images_of_a_batch_are_different(count, tmp_path):
     images = np.arange(count, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 4, 3), np.uint8)

@@ -8,6 +8,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from axlearn_core.config import configure
 from axlearn_core.errors import RequestError
 from axlearn_core.learn import AdamW, Learner, ParameterRule, without_state
+from axlearn_core.learn.optimizers import Growth
 from axlearn_plugins_tools.optimizers.muon import Muon, matrix_axes
 
 
@@ -45,6 +46,23 @@ def test_a_matrix_without_axis_names_is_refused_rather_than_guessed(axes):
     learner = Learner.Config(optimizer=Muon()).build(max_steps=3, axes=axes and {"w": axes})
     with pytest.raises(RequestError, match=r"'w'.*no logical axis names"):
         learner.init({"w": jnp.ones((3, 4, 5, 6)[: len(axes or (0, 0))])})
+
+
+@pytest.mark.parametrize(
+    ("axes", "sizes", "expected"),
+    [
+        (("embed", "mlp"), (64, 256, 16, 64), 0.5),  # the spectral norm of an update is sqrt(max(in, out))
+        (("layers", "mlp", "embed"), (256, 64, 64, 16), 0.5),
+        (("embed", "rank"), (64, 8, 16, 8), 0.25),
+        (("rank", "heads", "head_dim"), (8, 64, 8, 16), 1.0),
+        (("embed", "experts"), (64, 8, 16, 8), 0.25),  # a router, which AdamW trains
+        (("embed", "mlp"), (16, 64, 16, 64), 1.0),
+    ],
+)
+def test_updates_scale_with_the_width_by_their_spectral_norm(axes, sizes, expected):
+    names = ("fan_in", "fan_out", "base_fan_in", "base_fan_out")
+    growth = Growth(**dict(zip(names, sizes, strict=True)))
+    assert Muon().width_scale(axes, growth) == pytest.approx(expected)
 
 
 def test_vectors_and_scalars_without_axis_names_are_trained_by_adamw():

@@ -19,6 +19,15 @@ from axlearn_plugins_verify.prove.shrink import SIZES, shrink, synthetic_batch
 from axlearn_plugins_verify.prove.structure import describe_structure
 from support import toy_models
 
+PAGES_AND_MICROBATCHES = ("quickstart", "cache-int8", "gradient-accumulation:steps=8")
+describe = functools.cache(describe_structure)
+"""Describes each config once for all tests."""
+
+
+@pytest.fixture(autouse=True)
+def share_structures(monkeypatch):
+    monkeypatch.setattr(shrinking, "describe_structure", describe)
+
 
 @functools.cache
 def small(experiment, *features):
@@ -60,7 +69,7 @@ def test_two_periods_of_alternating_layers_are_left(experiment, layers):
 
 
 def test_a_scan_and_a_loss_in_chunks_stay():
-    before, after = (describe_structure(c) for c in (ax.resolve("llama3-8b").config, small("llama3-8b").config))
+    before, after = (describe(c) for c in (ax.resolve("llama3-8b").config, small("llama3-8b").config))
     assert not before.lost_operations(after)
     assert {"scan/remat2/rsqrt", "scan/log"} <= before.operations
     assert small("llama3-8b").config.model.loss_chunk == 4
@@ -81,7 +90,7 @@ def test_lost_operations_are_noted():
 
 
 def test_cached_pages_are_shorter_than_the_rows():
-    config = small("quickstart", "cache-int8").config
+    config = small(*PAGES_AND_MICROBATCHES).config
     assert get(config, "model.decoder.layer.attention.kv_cache.page_size") < config.input.sequence_length
 
 
@@ -100,7 +109,7 @@ def test_windows_are_shorter_than_the_rows():
 
 
 def test_microbatches_stay():
-    assert small("quickstart", "gradient-accumulation:steps=8").config.learner.accumulate_steps == 2
+    assert small(*PAGES_AND_MICROBATCHES).config.learner.accumulate_steps == 2
 
 
 def test_the_meshes_have_every_axis():
@@ -157,15 +166,17 @@ def test_an_input_that_declares_nothing_is_refused():
 def test_a_size_that_cannot_be_shrunk_is_named(monkeypatch):
     """The structure of the model depends on its width, so a smaller one would be another model."""
 
-    def describe(config):
-        actual = describe_structure(config)
+    def describe_width(config):
+        actual = describe(config)
         return attrs.evolve(actual, parts=actual.parts | {(str(config.model.decoder.hidden_dim),)})
 
-    monkeypatch.setattr(shrinking, "describe_structure", describe)
+    monkeypatch.setattr(shrinking, "describe_structure", describe_width)
     monkeypatch.setattr(shrinking, "_attempts", lambda config: iter(()))
-    sizes = {"model.decoder.hidden_dim": 4098, "model.decoder.layer.attention.head_dim": 32}
-    config = patch(ax.resolve("quickstart").config, sizes)
-    with pytest.raises(RequestError, match=r"model\.decoder\.hidden_dim: cannot be shrunk[\s\S]*got: 4098[\s\S]*fix: "):
+    sizes = {"model.decoder.hidden_dim": 32_770, "model.decoder.layer.attention.head_dim": 8}
+    config = patch(small("quickstart").config, sizes)
+    with pytest.raises(
+        RequestError, match=r"model\.decoder\.hidden_dim: cannot be shrunk[\s\S]*got: 32770[\s\S]*fix: "
+    ):
         shrink(config)
 
 
@@ -191,7 +202,7 @@ class WideNetwork(ax.Layer):
 
 
 def test_sizes_with_other_names_are_shrunk():
-    config = patch(ax.resolve("quickstart").config, {"model.decoder.layer.feed_forward": WideNetwork.Config()})
+    config = patch(small("quickstart").config, {"model.decoder.layer.feed_forward": WideNetwork.Config()})
     shrunk = shrink(config)
     assert get(shrunk.config, "model.decoder.layer.feed_forward.d_inner") == 48
     assert parameters(shrunk.config) < 50_000

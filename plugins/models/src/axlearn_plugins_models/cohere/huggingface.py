@@ -1,6 +1,6 @@
 """Command R and Command A (Cohere) in Hugging Face format."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import attrs
 

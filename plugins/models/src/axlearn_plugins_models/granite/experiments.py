@@ -12,7 +12,8 @@ def granite3_3_2b() -> Trainer.Config:
     """
     sizes = {
         "vocab_size": 49_159, "num_hidden_layers": 40, "hidden_size": 2048, "intermediate_size": 8192,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10_000_000.0, "tie_word_embeddings": True,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10_000_000.0,
+        "tie_word_embeddings": True,
         "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625, "logits_scaling": 8.0,
     }  # fmt: skip
     return pretraining(published_model("granite", sizes), sequence_length=4096, peak=3e-4, max_steps=500_000)
@@ -25,7 +26,8 @@ def granite3_3_8b() -> Trainer.Config:
     """
     sizes = {
         "vocab_size": 49_159, "num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 12_800,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10_000_000.0, "tie_word_embeddings": True,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10_000_000.0,
+        "tie_word_embeddings": True,
         "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0078125, "logits_scaling": 16.0,
     }  # fmt: skip
     return pretraining(published_model("granite", sizes), sequence_length=4096, peak=3e-4, max_steps=500_000)

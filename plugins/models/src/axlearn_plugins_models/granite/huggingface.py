@@ -10,7 +10,6 @@ class Granite(d.RopeDecoder):
     """Granite: a Llama with factors for embeddings, scores, residual sums and logits."""
 
     experiment = "llama3-8b"
-    general = True
     architectures = ("GraniteForCausalLM",)
     keys: ClassVar = {
         **d.RopeDecoder.keys, **MULTIPLIERS, "attention_bias": d.ATTENTION_BIAS, "mlp_bias": d.MLP_BIAS,

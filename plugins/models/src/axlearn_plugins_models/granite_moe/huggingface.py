@@ -22,7 +22,6 @@ class GraniteMoe(d.RopeDecoder):
     """Granite 3: experts in every layer, and factors for embeddings, scores, residual sums and logits."""
 
     experiment = "llama3-8b"
-    general = True
     architectures = ("GraniteMoeForCausalLM",)
     keys: ClassVar = {
         **d.MIXTURE, "num_local_experts": f"{d.FEED_FORWARD}.num_experts", "intermediate_size": f"{d.FEED_FORWARD}.hidden_dim",

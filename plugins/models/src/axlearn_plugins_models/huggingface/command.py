@@ -10,13 +10,14 @@ from axlearn_core.errors import counted
 
 
 @click.command()
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR|ORG/NAME")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--with", "with_", multiple=True, metavar="FEATURE[:key=value,...]", help="Add a feature.")
 @click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value of the new run's config.")
-def import_hf(directory: Path, run_dir: Path, with_: Sequence[str], set_: Sequence[str]) -> None:
-    """Import the Hugging Face model in DIR as a run in RUN_DIR.
+def import_hf(directory: str, run_dir: Path, with_: Sequence[str], set_: Sequence[str]) -> None:
+    """Import a Hugging Face model as a run in RUN_DIR.
 
+    The model is a directory, or `org/name` or `org/name@revision` on the Hugging Face hub, which is downloaded.
     The run starts at step 0 with these weights and a new optimizer state. Use --set to choose its training data and
     other settings: `--set input.source.paths=[...]`.
     """

@@ -136,12 +136,20 @@ MIXTURE = {
 
 
 FUSED_QKV_RULES = tuple(
-    Rule(tuple(f"{OURS}.attention.{part}.{kind}" for part in ("query", "key", "value")), f"{THEIRS}.self_attn.qkv_proj.{kind}", pattern)
+    Rule(
+        tuple(f"{OURS}.attention.{part}.{kind}" for part in ("query", "key", "value")),
+        f"{THEIRS}.self_attn.qkv_proj.{kind}",
+        pattern,
+    )
     for kind, pattern in (("weight", "(n* h) d -> d n h"), ("bias", "(n* h) -> n h"))
 )
 """Queries, keys and values in one tensor."""
 FUSED_FEED_FORWARD_RULES = (
-    Rule(tuple(f"{OURS}.feed_forward.{part}.weight" for part in ("gate", "up")), f"{THEIRS}.mlp.gate_up_proj.weight", "f* d -> d f"),
+    Rule(
+        tuple(f"{OURS}.feed_forward.{part}.weight" for part in ("gate", "up")),
+        f"{THEIRS}.mlp.gate_up_proj.weight",
+        "f* d -> d f",
+    ),
     Rule(f"{OURS}.feed_forward.down.weight", f"{THEIRS}.mlp.down_proj.weight", "d f -> f d"),
 )
 """`gate` and `up` in one tensor."""

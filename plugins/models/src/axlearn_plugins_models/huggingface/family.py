@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import attrs
 
 from axlearn_core.compose import Functional
-from axlearn_core.config import REQUIRED, Configurable, Node, diff, get, map, size_of
+from axlearn_core.config import REQUIRED, Configurable, Node, diff, factor_of, get, map, size_of
 from axlearn_core.config.flat import Change
 from axlearn_core.config.kinds import change_kinds
 from axlearn_core.config.tree import children
@@ -23,6 +23,7 @@ from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_plugins_models.huggingface.files import StoredTensor
 from axlearn_plugins_models.huggingface.quantized_tensors import SCHEMES, Scheme, dequantize, read_scheme
 from axlearn_plugins_models.huggingface.table import Rule, Tensor, layout
+from axlearn_plugins_transformer.attention import score_scale
 
 PREFIX, KIND = "huggingface-", "Hugging Face model_type"
 Json = dict[str, Any]
@@ -145,8 +146,8 @@ class Family(Configurable):
         unused_keys: Keys of `config.json` that have no effect while the `fixed` keys have their values.
         prefix: Prefix of the tensor names in the table. Files may omit it, if they omit it everywhere.
         text: Whether the model reads text, and therefore has a tokenizer.
+        common: Whether to prefer this family if several describe a model, because most tools read it.
         copies: Tensor -> the tensor that it may duplicate, such as a tied output layer.
-        general: Whether the family also describes models of other families. `find_family` prefers those.
     """
 
     experiment: ClassVar[str]
@@ -158,8 +159,8 @@ class Family(Configurable):
     unused_keys: ClassVar[tuple[str, ...]] = ()
     prefix: ClassVar[str] = ""
     text: ClassVar[bool] = True
+    common: ClassVar[bool] = False
     copies: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-    general: ClassVar[bool] = False
 
     def __init__(self, cfg: Any = None):
         self.model_type = ""
@@ -277,14 +278,28 @@ def _width(model: Any) -> int:
 
 
 def _with_hidden_sizes(model: Node[Any]) -> Node[Any]:
-    """Convert hidden sizes that are relative to the width into absolute sizes."""
+    """Convert hidden sizes and factors that are relative to the width into numbers."""
     width = _width(model)
 
     def derive(part: Node[Any]) -> Node[Any]:
-        hidden = children(part).get("hidden_dim")
-        return attrs.evolve(part, hidden_dim=size_of(hidden, width)) if isinstance(hidden, Node) else part
+        fields: Json = children(part)
+        numbers: Json = {}
+        if isinstance(hidden := fields.get("hidden_dim"), Node):
+            numbers["hidden_dim"] = size_of(hidden, width)
+        for name in ("multiplier", "output_multiplier"):
+            if isinstance(factor := fields.get(name), Node):
+                numbers[name] = factor_of(factor, width=width)
+        if isinstance(fields.get("scale"), Node) and fields.get("num_heads"):
+            numbers["scale"] = _score_scale(fields, width)
+        return attrs.evolve(part, **numbers) if numbers else part
 
     return map(model, derive)
+
+
+def _score_scale(attention: Json, width: int) -> float:
+    head_dim = attention["head_dim"] or width // attention["num_heads"]
+    size = head_dim + size_of(attention.get("rope_head_dim", 0), head_dim)
+    return score_scale(attention["scale"], size, width, grows=attention["head_dim"] is None)
 
 
 def _with_derived_sizes(model: Node[Any]) -> Node[Any]:
@@ -333,11 +348,15 @@ def families() -> list[str]:
 def find_family(config: Any) -> tuple[Family, Json]:
     """Return the family that describes the whole model of a config, and its `config.json`.
 
+    If several do, it is the one that the model was imported with, a `common` one, or the first by name.
+
     Raises:
         RequestError: If no family does. The message lists what the nearest one cannot describe.
     """
     nearly: tuple[int, str, list[Change]] | None = None
-    for one in sorted([family(name) for name in families()], key=lambda one: one.general):
+    imported = children(config).get("name") if isinstance(config, Node) else None
+    candidates = [family(name) for name in families()]
+    for one in sorted(candidates, key=lambda f: (f.model_type != imported, not f.common)):
         try:
             data = one.config_json(config)
             changes = one.differences(data, config)

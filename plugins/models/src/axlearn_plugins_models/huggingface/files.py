@@ -22,7 +22,7 @@ import numpy as np
 from axlearn_core.checkpoint import LocalStorage
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, RequestError, StorageError, nearest
-from axlearn_plugins_models.huggingface.members import member, read_json
+from axlearn_plugins_models.huggingface.members import INDEX, SINGLE, member, read_json
 from axlearn_plugins_models.huggingface.table import Tensor
 
 DTYPES: dict[str, Any] = {
@@ -42,7 +42,6 @@ PACKED: dict[str, Any] = {
 }
 """Dtypes of quantized weights and their scales, which `quantized_tensors` converts. Others raise an error that names them."""
 CODES = {str(np.dtype(dtype)): code for code, dtype in DTYPES.items()}
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
 HEADER_BYTES = 100_000_000
 """Maximum length of a safetensors header, as in the safetensors library."""

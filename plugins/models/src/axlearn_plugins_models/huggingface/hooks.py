@@ -7,11 +7,14 @@ from axlearn_core.plugins.hookspecs import hookimpl
 
 @hookimpl
 def axlearn_weights(uri: str) -> object | None:
-    """Return the weights of a Hugging Face directory, or None if it is not one."""
+    """Return the weights of a Hugging Face directory or of a name on the hub, or None if it is neither."""
+    from axlearn_plugins_models.huggingface.hub import parse_name
+
     directory = Path(uri).expanduser()
-    if not (directory / "config.json").is_file():
+    on_hub = parse_name(uri) is not None
+    if not on_hub and not (directory / "config.json").is_file():
         return None
     from axlearn_plugins_models.huggingface.source import is_model
     from axlearn_plugins_models.huggingface.weights import open_directory
 
-    return open_directory(directory) if is_model(directory) else None
+    return open_directory(uri) if on_hub or is_model(directory) else None

@@ -25,7 +25,7 @@ from axlearn_plugins_models.huggingface.export_text import (
     read_sibling,
 )
 from axlearn_plugins_models.huggingface.family import Family, Json, families, family, find_family
-from axlearn_plugins_models.huggingface.members import member
+from axlearn_plugins_models.huggingface.members import INDEX, SIDE_FILES, TEMPLATES, member
 from axlearn_plugins_models.huggingface.quantized_tensors import KEY as QUANTIZATION
 from axlearn_plugins_models.huggingface.source import Source, open_model
 from axlearn_plugins_models.huggingface.table import Tensor
@@ -34,17 +34,15 @@ from axlearn_plugins_models.huggingface.weights import DirectoryWeights
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
 TENSORS = "tensors.json"
-TEMPLATES = "additional_chat_templates"
-SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 
 
-def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set: Iterable[str] = ()) -> Source:
+def import_run(directory: str | Path, run_dir: Path, *, with_: Iterable[str] = (), set: Iterable[str] = ()) -> Source:
     """Write a run at step 0 with the weights of a model directory. The run directory is created atomically.
 
     The run contains only weights. Training that starts from it begins with a new optimizer state.
 
     Args:
-        directory: Model in Hugging Face format.
+        directory: Model in Hugging Face format: a directory, or a name on the hub; see `open_model`.
         run_dir: New run directory.
         with_: Features to add to the experiment, as on the command line.
         set: Settings for the experiment.
@@ -71,7 +69,7 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
         _report_source(source)
         return tensors
 
-    lock = {"imported_from": str(directory), "provenance": provenance(source.resolved)}
+    lock = {"imported_from": source.origin, "provenance": provenance(source.resolved)}
     derive_run(
         DirectoryWeights(source),
         run_dir,
@@ -89,7 +87,7 @@ def _keep_files(source: Source, run_dir: Path) -> None:
     folder = run_dir / KEPT_FOLDER
     folder.mkdir()
     for file in {f for pattern in SIDE_FILES for f in source.directory.glob(pattern)}:
-        if file.name != files.INDEX:
+        if file.name != INDEX:
             shutil.copyfile(member(source.directory, file.name), folder / file.name)
     for file in source.directory.glob(f"{TEMPLATES}/*.jinja"):
         (folder / TEMPLATES).mkdir(exist_ok=True)

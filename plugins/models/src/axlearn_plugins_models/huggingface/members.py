@@ -1,4 +1,4 @@
-"""Safe access to files in an untrusted model directory: only regular files of limited size inside the directory."""
+"""The files of a model directory, and safe access to them: only regular files of limited size inside the directory."""
 
 import json
 import math
@@ -8,15 +8,24 @@ from typing import Any
 
 from axlearn_core.errors import CheckpointError
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Names of the weights, and of the index of sharded weights."""
+TEMPLATES = "additional_chat_templates"
+"""Folder with the chat templates that have names."""
+SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
+"""Patterns of the small files besides the weights, which an import keeps for an export."""
 JSON_BYTES = 64 << 20
 """Maximum size of a JSON file. The tokenizers library reads tokenizer.json, which takes about 33 MB for 256,000 tokens."""
+
+SHARED_BLOBS = ".huggingface-shared-blobs"
+"""File with which `huggingface_hub` marks the folder of the blobs that repositories share."""
 
 
 def member(directory: Path, name: str) -> Path:
     """Return the path of a file in a directory.
 
-    A link may point to a different file in the directory, or, in a cache of the Hugging Face hub (`snapshots/REVISION`), to one
-    of its `blobs`.
+    A link may point to a different file in the directory. In a cache of the Hugging Face hub (`snapshots/REVISION`), it may also
+    point to one of the repository's `blobs`, or to the `blobs` that repositories share.
 
     Raises:
         CheckpointError: If the name points outside the directory, or the file is not regular.
@@ -31,8 +40,10 @@ def member(directory: Path, name: str) -> Path:
         reason = (error.strerror if isinstance(error, OSError) else None) or "a broken link"
         raise CheckpointError(f"{file} cannot be read: {reason}") from None
     places = [directory.resolve()]
-    if (cache := places[0].parent).name == "snapshots":
-        places.append(cache.parent / "blobs")
+    for repository in (p.parent for p in (*places[0].parents,)[:2] if p.name == "snapshots"):  # also for a folder in it
+        places.append(repository / "blobs")
+        if (shared := repository.parent / "blobs").joinpath(SHARED_BLOBS).is_file():
+            places.append(shared)
     if not any(target.is_relative_to(place) for place in places):
         raise CheckpointError(
             f"{file} is a link to a file outside its directory, which is not followed\n    got: {target}\n"

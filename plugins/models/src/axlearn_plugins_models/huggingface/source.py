@@ -13,11 +13,13 @@ from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_plugins_models.huggingface import files, stream
 from axlearn_plugins_models.huggingface.family import Family, Json, Settings, families, family
 from axlearn_plugins_models.huggingface.files import StoredTensor
+from axlearn_plugins_models.huggingface.hub import locate_model
 from axlearn_plugins_models.huggingface.members import read_json
 from axlearn_plugins_models.huggingface.quantized_tensors import KEY, QuantizedTensor
 from axlearn_plugins_models.huggingface.table import Tensor
 from axlearn_plugins_models.huggingface.text_facts import CONFIG, TOKENIZER, read_text_facts
 from axlearn_plugins_models.huggingface.unknown import unknown_type
+from axlearn_plugins_models.huggingface.unread_keys import check_unread
 
 MAX_SIZE = 1 << 24
 """Maximum value of a size in a config.json, such as a vocabulary size or a width."""
@@ -37,6 +39,7 @@ class Source:
         model: Abstract model of the experiment.
         tensors: Name -> tensor that the model needs.
         stored: Name -> tensor in the files, with the names of `tensors`.
+        origin: Path that was opened, or `org/name@commit` if the model was downloaded from the hub.
         notes: Messages for the user.
     """
 
@@ -47,6 +50,7 @@ class Source:
     model: Functional
     tensors: dict[str, Tensor]
     stored: dict[str, StoredTensor]
+    origin: str
     notes: tuple[str, ...] = ()
 
     @property
@@ -65,23 +69,26 @@ def is_model(directory: Path) -> bool:
 
 
 def open_model(
-    directory: Path,
+    uri: str | Path,
     *,
     with_: Iterable[str] = (),
     set: Iterable[str] = (),  # named like the command-line option
     stored_dtype: bool = False,
 ) -> Source:
-    """Open a model directory.
+    """Open a model directory, or download a model from the hub and open it.
 
     Args:
-        directory: Directory with `config.json`, safetensors in any number of shards, and `tokenizer.json`.
+        uri: Directory with `config.json`, safetensors in any number of shards, and `tokenizer.json`; or a name on the hub,
+            `org/name` or `org/name@revision`.
         with_: Features to add to the experiment.
         set: Settings for the experiment.
         stored_dtype: Whether parameters keep the dtype of the files, for inference. For training they are float32.
 
     Raises:
-        RequestError: If the directory is not valid; only the headers were read.
+        RequestError: If the directory is not valid, or the model cannot be downloaded; only the headers were read.
     """
+    place = locate_model(uri)
+    directory = place.path
     if not (directory / CONFIG).is_file():
         raise CheckpointError(f"{directory} has no {CONFIG}\n    fix: use the directory of a Hugging Face model")
     data = _json(directory)
@@ -98,6 +105,7 @@ def open_model(
     all_tensors = files.stored_tensors(directory)
     _check_sizes(directory, data, len(all_tensors))
     base, unread = _resolve(model_family, directory, data, settings)
+    check_unread(data, unread, model_family.model_type)
     length = data.get("max_position_embeddings") or data.get("n_positions")
     length = length if type(length) is int else None
     trainer: Any = base.config
@@ -127,7 +135,7 @@ def open_model(
         notes += [f"{counted(len(converted), 'weight')} of the quantization {method} were converted to floating point"]
     notes += [f"ignored, since they are not part of the model: {', '.join(sorted(ignored)[:8])}"] if ignored else []
     model_tensors = {n: stored[n] for n in tensors}
-    return Source(directory, data, model_family, resolved, model, tensors, model_tensors, tuple(notes))
+    return Source(directory, data, model_family, resolved, model, tensors, model_tensors, place.origin, tuple(notes))
 
 
 def _json(directory: Path) -> Json:

@@ -1,6 +1,7 @@
 """Error for models of an unknown type, with a comparison to the nearest family."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,15 @@ def unknown_type(directory: Path, data: Json) -> RequestError:
     lines = "\n".join(f"        {line}" for line in [*lacks[best][:SHOWN], *more])
     return RequestError(
         f"{error}{unread}\n    nearest: {best}, which does not support\n{lines}\n"
-        "    fix: install or write a family that supports these; see docs/huggingface.md"
+        f"    fix: install or write a family that supports these{_command(name, best)}; see docs/huggingface.md"
     )
+
+
+def _command(model_type: str, best: str) -> str:
+    """Return the command that begins a family like the best one, or an empty string if there is no such command."""
+    if not re.fullmatch(r"[a-z][a-z0-9_-]*", model_type) or not family(best).text:
+        return ""
+    return f" (begin with `axlearn plugins new --family {model_type} --like {best}`)"
 
 
 def _lacks(model_type: str, data: Json, stored: Mapping[str, StoredTensor]) -> list[str]:

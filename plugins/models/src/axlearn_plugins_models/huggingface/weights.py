@@ -14,13 +14,13 @@ from axlearn_core.run.weights import select_tensors
 from axlearn_plugins_models.huggingface.source import Source, open_model
 
 
-def open_directory(directory: Path) -> "DirectoryWeights":
-    """Open the weights of a model directory, in the dtype of its files.
+def open_directory(uri: str | Path) -> "DirectoryWeights":
+    """Open the weights of a model directory or of a name on the hub, in the dtype of the files.
 
     Raises:
         RequestError: If the directory is not valid; only the headers were read.
     """
-    weights = DirectoryWeights(open_model(directory, stored_dtype=True))
+    weights = DirectoryWeights(open_model(uri, stored_dtype=True))
     for note in weights.source.notes:
         log_message(f"note: {note}")
     return weights

@@ -5,7 +5,14 @@ from typing import Any, ClassVar
 from axlearn_core.config import patch
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Json, Settings, unsupported
-from axlearn_plugins_models.huggingface.layer_cycle import FULL, SLIDING, cycle_of, each_value, window_cycle, window_types
+from axlearn_plugins_models.huggingface.layer_cycle import (
+    FULL,
+    SLIDING,
+    cycle_of,
+    each_value,
+    window_cycle,
+    window_types,
+)
 
 PATTERN = "sliding_window_pattern"
 POSITION, WINDOW = f"{d.ATTENTION}.position", f"{d.ATTENTION}.window"

@@ -9,7 +9,8 @@ from axlearn_plugins_models.huggingface.table import Rule
 
 ROPE, ALPHA = "dynamic", "alpha"
 HUNYUAN_NORM_RULES = tuple(
-    Rule(f"{d.OURS}.attention.{part}_norm.weight", f"{d.THEIRS}.self_attn.{part}_layernorm.weight") for part in ("query", "key")
+    Rule(f"{d.OURS}.attention.{part}_norm.weight", f"{d.THEIRS}.self_attn.{part}_layernorm.weight")
+    for part in ("query", "key")
 )
 
 

@@ -26,15 +26,8 @@ class HunyuanV1Moe(HunyuanDecoder):
     }  # fmt: skip
     fixed: ClassVar = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_qk_norm": True,
                        "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "use_cla": False, "norm_type": "rms"}  # fmt: skip
-    unused_keys = (
-        "eod_token_id",
-        "sep_token_id",
-        "cla_share_factor",
-        "attention_head_dim",
-        "capacity_factor",
-        "moe_drop_tokens",
-        "moe_random_routing_dropped_token",
-    )
+    unused_keys = ("eod_token_id", "sep_token_id", "cla_share_factor", "attention_head_dim", "capacity_factor", "moe_drop_tokens",
+                   "moe_random_routing_dropped_token")  # fmt: skip
     rules: ClassVar = (
         *d.mixture_rules(), *d.feed_forward_rules("feed_forward.shared", "mlp.shared_mlp"),
         Rule(f"{d.OURS}.feed_forward.router.weight", f"{d.THEIRS}.mlp.gate.wg.weight", "e d -> d e"),

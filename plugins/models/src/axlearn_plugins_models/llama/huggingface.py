@@ -10,4 +10,5 @@ class Llama(RopeDecoder):
 
     experiment = "llama3-8b"
     architectures = ("LlamaForCausalLM",)
+    common = True
     keys: ClassVar = {**RopeDecoder.keys, "attention_bias": ATTENTION_BIAS, "mlp_bias": MLP_BIAS}

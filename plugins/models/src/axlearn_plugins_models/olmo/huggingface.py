@@ -9,7 +9,9 @@ from axlearn_plugins_models.huggingface.rope import Kind, missing_forms, paramet
 from axlearn_plugins_models.huggingface.table import Rule
 from axlearn_plugins_models.huggingface.windowed import WindowedDecoder
 
-EPS = Key((f"{d.LAYER}.post_norm.eps", "model.decoder.norm.eps", f"{d.ATTENTION}.qk_norm.eps"), default=1e-5, read=float)
+EPS = Key(
+    (f"{d.LAYER}.post_norm.eps", "model.decoder.norm.eps", f"{d.ATTENTION}.qk_norm.eps"), default=1e-5, read=float
+)
 
 
 class Olmo2(d.RopeDecoder):

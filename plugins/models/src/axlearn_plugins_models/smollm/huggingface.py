@@ -41,5 +41,5 @@ class SmolLM3(d.RopeDecoder):
         """Return the `config.json` keys; the inverse of `settings`."""
         decoder = config.model.decoder
         positions = each_value(decoder.layer.attention.position, decoder.num_layers)
-        single = patch(config, {POSITION: next(filter(None, positions))})
+        single = patch(config, {POSITION: next(filter(None, positions), None)})
         return super().export_keys(single) | {LAYERS: [int(p is not None) for p in positions]}

@@ -38,4 +38,5 @@ class StarCoder2(d.RopeDecoder):
 
     def settings(self, hf: Settings) -> Json:
         """Return settings for the norms and the position encoding."""
-        return super().settings(hf) | dict.fromkeys((f"{d.LAYER}.norm", "model.decoder.norm"), {"type": "layer-norm"})
+        norm = {"type": "layer-norm"}
+        return super().settings(hf) | {f"{d.LAYER}.norm": norm, "model.decoder.norm": norm}

@@ -182,11 +182,11 @@ class ImageArrays(Images):
         paths: str | tuple[str, ...] = REQUIRED
         held_out: float = setting(default=0.05, gt=0, lt=1)
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, num_classes: int | None = None):
         super().__init__(cfg)
         patterns = (cfg.paths,) if isinstance(cfg.paths, str) else cfg.paths
         self.files = sorted({f for p in patterns for f in _matching_files(p)})
-        parts = [_read(f) for f in self.files]
+        parts = [_read(f, num_classes) for f in self.files]
         if len({x.shape[1:] for x, _ in parts}) > 1:
             raise InputError(
                 f"images of different sizes in {', '.join(map(str, self.files))}\n    fix: resize them to one size"
@@ -244,7 +244,7 @@ def _matching_files(pattern: str) -> list[Path]:
     return paths
 
 
-def _read(file: Path) -> tuple[np.ndarray, np.ndarray]:
+def _read(file: Path, num_classes: int | None) -> tuple[np.ndarray, np.ndarray]:
     try:
         with np.load(file, allow_pickle=False) as data:
             images, labels = data["images"], data["labels"]
@@ -261,6 +261,14 @@ def _read(file: Path) -> tuple[np.ndarray, np.ndarray]:
         raise InputError(
             f"{file}: arrays with wrong dtypes or shapes\n    got: images {images.dtype}{list(images.shape)}, "
             f"labels {labels.dtype}{list(labels.shape)}\n    expected: images uint8[n, E, E, C], labels integer[n]"
+        )
+    wrong = labels < 0 if num_classes is None else (labels < 0) | (labels >= num_classes)
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        expected = "at least 0" if num_classes is None else f"0 to {num_classes - 1}, the classes of the model"
+        raise InputError(
+            f"{file}: labels[{index}] is not a class\n    got: {labels[index]}\n    expected: {expected}\n"
+            "    fix: correct the label, or set model.num_classes"
         )
     return images, labels.astype(np.int32)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axlearn_core.config import REQUIRED, Node, interface, node, setting
+from axlearn_core.config import REQUIRED, Node, factor_of, interface, node, setting
 from axlearn_core.contracts.parts import Batch
 from axlearn_core.errors import Problem, RequestError
 from axlearn_core.nn import padding, summaries
@@ -21,6 +21,7 @@ from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.feed_forward import PlainFeedForward
+from axlearn_plugins_transformer.layer_roles import WidthRole
 from axlearn_plugins_transformer.norm import LayerNorm, Norm
 from axlearn_plugins_transformer.stack import LayerStack, Stack, StackLayer
 from axlearn_plugins_transformer.transformer import RESIDUAL, TransformerLayer
@@ -143,9 +144,10 @@ class ImageClassifier(Layer):
     """Classifies images with an encoder, a pooled vector and a linear head."""
 
     @node
-    class Config(Layer.Config["ImageClassifier"]):
+    class Config(Layer.Config["ImageClassifier"], WidthRole):
         """`hidden_dim` is the width. `pool` selects the class token, or the mean over the patches. `label_smoothing` is the
-        probability that is spread over all classes."""
+        probability that is spread over all classes. `output_multiplier` is a factor of the head's input, or a node that builds one
+        from the width."""
 
         num_classes: int = setting(default=REQUIRED, ge=2)
         hidden_dim: int = setting(default=REQUIRED, ge=1, le=2**24)
@@ -153,6 +155,7 @@ class ImageClassifier(Layer):
         head: Node[Projection] = BIASED
         pool: Literal["token", "mean"] = "token"
         label_smoothing: float = setting(default=0.0, ge=0, lt=1)
+        output_multiplier: float | Node[float] = setting(default=1.0, gt=0, hide_default=True)
         param_dtype: str | None = setting(default="float32", kind="precision")
         dtype: str | None = setting(default="float32", kind="precision")
         output_dtype: str = setting(default="float32", kind="precision")
@@ -176,7 +179,8 @@ class ImageClassifier(Layer):
         """Map float [B, E, E, C] to logits [B, K] in `output_dtype`."""
         x = self.encoder(images.astype(self.precision.compute))
         x = x[:, 0] if self.cfg.pool == "token" else jnp.mean(x[:, 1:], axis=1)
-        return self.head(x).astype(self.cfg.output_dtype)
+        scale = factor_of(self.cfg.output_multiplier, width=self.cfg.hidden_dim)
+        return self.head(x if scale == 1 else x * scale).astype(self.cfg.output_dtype)
 
     def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
         """Return the mean cross-entropy of the smoothed labels, in nats, plus the auxiliary losses of the layers.

@@ -15,7 +15,7 @@ _SWITCH_SECONDS = 5e-4  # at Python's default of 5 ms, the engine's thread would
 
 
 @click.command()
-@click.argument("uri", metavar="RUN_DIR|HF_DIR")
+@click.argument("uri", metavar="RUN_DIR|HF_DIR|ORG/NAME")
 @click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",

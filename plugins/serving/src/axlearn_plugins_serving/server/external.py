@@ -47,7 +47,7 @@ def serve_with_vllm(
     Runs are first exported in Hugging Face format to a temporary directory.
 
     Args:
-        uri: Run directory, or directory in Hugging Face format.
+        uri: Run directory, directory in Hugging Face format, or a name on the Hugging Face hub.
         host: Address to listen on.
         port: Port to listen on.
         name: Name of the model for clients; None uses the directory's name.
@@ -96,6 +96,7 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
 def _hugging_face_directory(uri: str, step: int | None) -> Iterator[Path]:
     """Yield the model's directory. For a run, yield a temporary directory with the exported model."""
     try:
+        from axlearn_plugins_models.huggingface.hub import locate_model
         from axlearn_plugins_models.huggingface.import_export import export_run
         from axlearn_plugins_models.huggingface.source import is_model
     except ImportError as error:
@@ -103,12 +104,12 @@ def _hugging_face_directory(uri: str, step: int | None) -> Iterator[Path]:
             "vLLM reads models in Hugging Face format, which needs axlearn-plugins-models\n"
             "    fix: pip install axlearn-plugins-models"
         ) from error
-    path = Path(uri)
+    path = locate_model(uri).path
     if is_model(path):
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="axlearn-vllm-") as scratch:
         directory = Path(scratch) / "model"
         print(f"exporting {uri} in Hugging Face format for vLLM", file=sys.stderr, flush=True)
-        export_run(path, directory, step=step)
+        export_run(uri, directory, step=step)
         yield directory

@@ -9,8 +9,9 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from axlearn_core.config import Node, node, setting
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.errors import RequestError
-from axlearn_core.learn.optimizers import Axes, Optimizer, convert_learning_rate
+from axlearn_core.learn.optimizers import Axes, Growth, Optimizer, adam_width_scale, convert_learning_rate
 from axlearn_core.learn.schedules import Cosine, Schedule
+from axlearn_core.nn.axis_names import BATCH_AXES, matrix_dimensions
 
 
 @node
@@ -90,8 +91,17 @@ class Muon(Node[Optimizer]):
             transforms["embedding"] = optax.chain(adamw, optax.scale(self.embedding_rate))
         return optax.partition(transforms, label)
 
+    def width_scale(self, axes: tuple[str | None, ...], growth: Growth) -> float:
+        """Return the factor for the updates of a weight matrix; see `ScalesWithWidth`.
 
-_BATCH_AXES = ("layers", "experts")
+        The spectral norm of an orthogonalized update should be proportional to sqrt(out / in) (Yang et al., 2023, arXiv
+        2310.17813). `_rms_scale` makes it proportional to sqrt(max(in, out)).
+        """
+        if matrix_axes("", axes) is None:
+            return adam_width_scale(growth)
+        ratio = growth.fan_out / growth.base_fan_out * growth.base_fan_in / growth.fan_in
+        largest = max(growth.fan_in, growth.fan_out) / max(growth.base_fan_in, growth.base_fan_out)
+        return (ratio / largest) ** 0.5
 
 
 def matrix_axes(path: str, names: tuple[str | None, ...]) -> MuonDimensionNumbers | None:
@@ -104,16 +114,13 @@ def matrix_axes(path: str, names: tuple[str | None, ...]) -> MuonDimensionNumber
     """
     if "vocab" in names:
         return None
-    dims = [i for i, name in enumerate(names) if name not in _BATCH_AXES]
+    dims = [i for i, name in enumerate(names) if name not in BATCH_AXES]
     if len(dims) < 2:
         return None
     if not any(names[dim] for dim in dims):
         raise RequestError(_unnamed(path))
-    # In a projection back to the residual stream, `embed` is the last dimension and is the output. `rank` is the output
-    # of the first factor of a factored matrix.
-    into_last = names[dims[-1]] == "rank" or (names[dims[-1]] == "embed" and names[dims[0]] != "embed")
-    split = len(dims) - 1 if into_last else 1
-    return MuonDimensionNumbers(tuple(dims[:split]), tuple(dims[split:]))
+    sides = matrix_dimensions(names)
+    return None if sides is None else MuonDimensionNumbers(*sides)
 
 
 def _unnamed(path: str) -> str:

@@ -16,13 +16,13 @@ from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_transformer.attention import PositionEncoding, bias_of, cached_slots, window_of
+from axlearn_plugins_transformer.attention import PositionEncoding, bias_of, cached_slots, score_scale, window_of
 from axlearn_plugins_transformer.attention_variants.latent_cache import ContiguousLatentCache, LatentCache, SeenLatents
 from axlearn_plugins_transformer.attention_variants.lightning_indexer import Indexer
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Mask, visible
 from axlearn_plugins_transformer.kv_cache import build_cache, cached_mask, declare_prefix, hide_unwritten
-from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, WindowRole
+from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, ScoreScaleRole, WindowRole
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 
 
@@ -43,7 +43,7 @@ class LatentAttention(Layer):
     """
 
     @node
-    class Config(Layer.Config["LatentAttention"], WindowRole, AttentionKernelRole):
+    class Config(Layer.Config["LatentAttention"], WindowRole, AttentionKernelRole, ScoreScaleRole):
         """Settings for the heads, the latents and the optional parts.
 
         The default sizes follow the paper's ratios (R = 4 H, P = H / 2, U = H, Q = 0.3 D). `softcap`, `window`, `causal` and
@@ -59,7 +59,7 @@ class LatentAttention(Layer):
                 (DeepSeek-V2-Lite).
             position: Position encoding, or None.
             norm: Norm of the latents, or None.
-            scale: Factor applied to the scores (default: (head_dim + rope_head_dim) ** -0.5).
+            scale: Factor applied to the scores (default: (head_dim + rope_head_dim) ** -0.5); see `score_scale`.
             indexer: Chooses the keys that each query sees (DeepSeek-V3.2). None lets it see all.
             latent_cache: Layout of the cache.
         """
@@ -73,7 +73,7 @@ class LatentAttention(Layer):
         query_rank: int | Node[int] | None = setting(default=Scaled(factor=0.3, multiple_of=64), ge=1)
         position: Node[PositionEncoding] | None = None
         norm: Node[Norm] | None = RMSNorm.Config()
-        scale: float | None = setting(default=None, gt=0)
+        scale: float | Node[float] | None = setting(default=None, gt=0)
         softcap: float | None = setting(default=None, gt=0)
         window: int | Node[int | None] | None = setting(default=None, ge=1)
         causal: bool = True
@@ -256,7 +256,7 @@ class LatentAttention(Layer):
             k,
             v,
             mask=mask,
-            scale=cfg.scale or (self.head_dim + self.rope_dim) ** -0.5,
+            scale=score_scale(cfg.scale, self.head_dim + self.rope_dim, cfg.input_dim, grows=cfg.head_dim is None),
             softcap=cfg.softcap,
             bias=None if cfg.position is None else bias_of(self.position),
             query_slots=None if slots is None else context.slots,

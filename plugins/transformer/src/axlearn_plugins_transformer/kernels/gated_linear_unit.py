@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from axlearn_core.config import Node, node, setting
 from axlearn_core.errors import RequestError
 from axlearn_core.kernels.op import Op, Shape
+from axlearn_core.nn.layer import Layer
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
 
@@ -120,6 +121,11 @@ def build_function(cfg: Node[Any], role: str, example: str) -> Any:
     Raises:
         RequestError: The component builds something that is not a function.
     """
+    if isinstance(cfg, Layer.Config):
+        raise RequestError(
+            f"{type(cfg).__qualname__} cannot be used as {role} here, because it has parameters\n"
+            f"    fix: use it in a `feed-forward` layer, or use a component such as `{example}`"
+        )
     function = cfg.build()
     if not callable(function):
         raise RequestError(

@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 import attrs
 import numpy as np
 
+from axlearn_core.compose import Functional, ModelAndObjective
 from axlearn_core.compose.program import find_layout_problem
 from axlearn_core.config import Node, get, patch, walk
 from axlearn_core.config.flat import leaves
@@ -290,25 +291,33 @@ def _has_pipeline(config: Any) -> bool:
 
 def _meshes(config: Any, devices: int) -> Iterator[Mapping[str, int]]:
     """Yield mesh shapes that together use each axis once, as far as the axes divide the arrays."""
+    trained = ModelAndObjective.from_config(config, Functional.from_config(config.model))
     groups: list[tuple[str, ...]] = [("data", "fsdp", "tensor"), ("expert", "seq", "tensor")]
     if _has_pipeline(config):
         groups.append(("pipeline", "fsdp"))
     yielded: set[frozenset[str]] = set()
     for group in groups:
-        axes = _fitting_axes(config, group, devices)
+        axes = _fitting_axes(config, trained, group, devices)
         if axes and frozenset(axes) not in yielded:
             yielded.add(frozenset(axes))
             yield dict.fromkeys(axes, 2)
 
 
-def _fitting_axes(config: Any, axes: tuple[str, ...], devices: int) -> tuple[str, ...]:
-    """Return the axes of a group that together divide the parameters and the batch."""
+def _fitting_axes(config: Any, trained: ModelAndObjective, axes: tuple[str, ...], devices: int) -> tuple[str, ...]:
+    """Return the axes of a group that together divide the parameters and the batch.
+
+    Args:
+        config: The experiment.
+        trained: Its model and objective, which do not depend on the mesh.
+        axes: Axes of the group.
+        devices: Maximum number of devices.
+    """
     fitting: tuple[str, ...] = ()
     for axis in axes:
         shape = dict.fromkeys((*fitting, axis), 2)
         count = 2 ** len(shape)
         mesh: Mesh = attrs.evolve(config.mesh, shape=shape)
-        if count <= devices and find_layout_problem(attrs.evolve(config, mesh=mesh), mesh, count) is None:
+        if count <= devices and find_layout_problem(config, mesh, count, trained) is None:
             fitting = (*fitting, axis)
     return fitting
 

@@ -1,0 +1,1 @@
+"""Apertus for axlearn-core."""
