@@ -69,6 +69,14 @@ def test_a_relative_hidden_size_is_written_as_a_number():
     assert json.loads(json.dumps(data))["intermediate_size"] == 4 * config.model.hidden_dim
 
 
+@pytest.mark.parametrize(
+    ("experiment", "model_type"),
+    [("gpt2-124m", "gpt2"), ("hunyuan-a13b", "hunyuan_v1_moe"), ("llama3-8b", "llama"), ("mixtral-8x7b", "mixtral")],
+)
+def test_the_most_specific_family_describes_a_model(experiment, model_type):
+    assert find_family(resolve(experiment).config)[0].model_type == model_type
+
+
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "vit"])
 def test_a_config_json_has_the_types_of_its_keys(name):
     """`transformers` does not load a Gemma whose `query_pre_attn_scalar` is 24.0."""

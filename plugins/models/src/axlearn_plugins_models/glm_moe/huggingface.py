@@ -60,7 +60,12 @@ class GlmMoeDsa(DeepSeekV32):
     """GLM-5: DeepSeek-V3.2, with indexers that rotate adjacent elements, and layers that share a selection."""
 
     architectures = ("GlmMoeDsaForCausalLM",)
-    unused_keys: ClassVar = (*DeepSeekV32.unused_keys, "index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
+    unused_keys: ClassVar = (
+        *DeepSeekV32.unused_keys,
+        "index_topk_freq",
+        "index_skip_topk_offset",
+        "index_topk_pattern",
+    )
     adjacent = True
 
     def indexers(self, hf: Settings, indexer: Json) -> Any:

@@ -360,7 +360,7 @@ def find_family(config: Any) -> tuple[Family, Json]:
         try:
             data = one.config_json(config)
             changes = one.differences(data, config)
-        except (AttributeError, RequestError):
+        except (AttributeError, LookupError, RequestError):
             continue  # `export_keys` reads fields of its own family, and this model has different parts
         if not changes:
             return one, data

@@ -22,7 +22,9 @@ def llama4_scout() -> Trainer.Config:
     rope = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
             "original_max_position_embeddings": 8192}  # fmt: skip
     sizes = {"num_local_experts": 16, "interleave_moe_layer_step": 1, "use_qk_norm": True, "rope_scaling": rope}
-    return pretraining(published_model("llama4_text", SIZES | sizes), sequence_length=8192, peak=3e-4, max_steps=500_000)
+    return pretraining(
+        published_model("llama4_text", SIZES | sizes), sequence_length=8192, peak=3e-4, max_steps=500_000
+    )
 
 
 def llama4_maverick() -> Trainer.Config:
@@ -33,4 +35,6 @@ def llama4_maverick() -> Trainer.Config:
     Sizes: `text_config` of huggingface.co/meta-llama/Llama-4-Maverick-17B-128E/blob/main/config.json.
     """
     sizes = {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False}
-    return pretraining(published_model("llama4_text", SIZES | sizes), sequence_length=8192, peak=3e-4, max_steps=500_000)
+    return pretraining(
+        published_model("llama4_text", SIZES | sizes), sequence_length=8192, peak=3e-4, max_steps=500_000
+    )

@@ -59,7 +59,11 @@ class Llama4(d.RopeDecoder):
         norm = {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-5)), "weight": False}
         norm = norm if hf.get("use_qk_norm", True) else None
         rope = settings[f"{d.ATTENTION}.position"]
-        tuning = {"type": "query-temperature", "interval": hf.get("floor_scale", 8192), "scale": hf.get("attn_scale", 0.1)}
+        tuning = {
+            "type": "query-temperature",
+            "interval": hf.get("floor_scale", 8192),
+            "scale": hf.get("attn_scale", 0.1),
+        }
         tuning = tuning if hf.get("attn_temperature_tuning", True) else None
         chunks = [{"type": "window", "size": size if kind == CHUNKED else None} for kind in kinds]
         paths = [f"{d.FEED_FORWARD}.children.{i}" for i in range(step - 1)]
@@ -80,7 +84,7 @@ class Llama4(d.RopeDecoder):
         experts, positions = kinds[-1], each_value(attention.position, decoder.num_layers)
         sizes = [value.size for value in each_value(attention.chunk, decoder.num_layers)]
         norms = each_value(attention.qk_norm, decoder.num_layers)
-        rope = next(position for position in positions if hasattr(position, "theta"))
+        rope = next((position for position in positions if hasattr(position, "theta")), None)
         tuning = next((position for position in positions if position is not None and position != rope), None)
         return super().export_keys(patch(config, {f"{d.ATTENTION}.position": rope})) | {
             ROTARY: [int(position == rope) for position in positions],

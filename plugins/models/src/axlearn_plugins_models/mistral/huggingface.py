@@ -24,6 +24,7 @@ class Mixtral(RopeDecoder):
 
     experiment = "llama3-8b"
     architectures = ("MixtralForCausalLM",)
+    common = True
     keys: ClassVar = {
         **MIXTURE,
         "sliding_window": WINDOW,

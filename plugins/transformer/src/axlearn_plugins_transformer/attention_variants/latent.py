@@ -153,7 +153,7 @@ class LatentAttention(Layer):
             positions = context.positions
             positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
             q_rope, k_rope = self.position(q_rope, k_rope, positions)
-        mask, indexed = self.mask(context), self.cfg.indexer is not None
+        mask, keys, indexed = self.mask(context), None, self.cfg.indexer is not None
         if indexed:
             cache, keys = (None, None) if cache is None else cache
             layout = build_cache(self.cfg.latent_cache)

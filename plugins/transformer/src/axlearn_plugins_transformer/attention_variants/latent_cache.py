@@ -71,7 +71,6 @@ class LatentCache(Protocol):
         """
         ...
 
-
     def write(self, cache: Any, latents: jax.Array, slots: Any) -> tuple[Any, ReadLatents]:
         """Write the new latents, as `attend` does, and return the new cache and a way to read it."""
         ...

@@ -83,7 +83,9 @@ class PagedLatentCache(Configurable):
         ).run(kernel)
         return result.reshape(rows, count, *result.shape[1:]).astype(op.value.dtype), {"pages": pages}
 
-    def write(self, cache: dict[str, jax.Array], latents: jax.Array, slots: Any) -> tuple[dict[str, jax.Array], ReadLatents]:
+    def write(
+        self, cache: dict[str, jax.Array], latents: jax.Array, slots: Any
+    ) -> tuple[dict[str, jax.Array], ReadLatents]:
         """Write the new latents; see `LatentCache`. `slots` may be a `PagedSlots`. Each row then has pages of its own."""
         pages, (rows, _, dim) = cache["pages"], latents.shape
         paged = isinstance(slots, PagedSlots)
