@@ -80,7 +80,17 @@ DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 1000000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 20}
+
+TEXT_MODELS = {"Gemma3", "Qwen3_5", "Qwen3_5Moe"}
+"""Models with images, whose text models have configs of their own."""
 
 # name -> (class, config, options): shards, gradients
 MODELS = {
@@ -103,6 +113,11 @@ MODELS = {
                            "sliding_window": 5, "rope_parameters": {**YARN, "truncate": False}}, {}),
     "qwen3-next": ("Qwen3Next", {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 2, **DELTA_NET, **SHARED_EXPERT,
                                  "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}, {}),
+    "qwen3.5": ("Qwen3_5", {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 2, **DELTA_NET,
+                            "rope_parameters": MROPE, "tie_word_embeddings": True}, {}),
+    "qwen3.5-moe": ("Qwen3_5Moe", {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 3, **DELTA_NET,
+                                   **SHARED_EXPERT, "rope_parameters": MROPE, "num_experts": 3,
+                                   "num_experts_per_tok": 2, "moe_intermediate_size": 12}, {}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, {}),
 }  # fmt: skip
 
@@ -120,7 +135,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 def build(kind: str, more: dict, seed: int) -> torch.nn.Module:
     """The model, with weights that bfloat16 holds exactly."""
-    prefix = "Gemma3Text" if kind == "Gemma3" else kind
+    prefix = f"{kind}Text" if kind in TEXT_MODELS else kind
     sizes = {"bos_token_id": 1, "eos_token_id": 2} if kind == "GPT2" else SIZES
     config = getattr(transformers, f"{prefix}Config")(**{**sizes, **more}, attn_implementation="eager")
     head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"

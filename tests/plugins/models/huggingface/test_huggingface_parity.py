@@ -21,7 +21,19 @@ from support import generated_models
 from support.paths import HF_FIXTURES
 
 MODELS = sorted(p.name for p in HF_FIXTURES.iterdir())
-SLOW = {"llama2", "qwen3", "qwen2", "gemma2", "deepseek-v2", "mixtral", "mistral", "gpt-oss", "qwen3-next"}
+SLOW = {
+    "llama2",
+    "qwen3",
+    "qwen2",
+    "gemma2",
+    "deepseek-v2",
+    "mixtral",
+    "mistral",
+    "gpt-oss",
+    "qwen3-next",
+    "qwen3.5",
+    "qwen3.5-moe",
+}
 """Models for slow tests only; each has a similar model that is not slow."""
 GRADIENTS = [
     n for n in MODELS if any(k.startswith("gradient.") for k in load_file(HF_FIXTURES / n / "expected.safetensors"))
