@@ -33,21 +33,37 @@ TARGETS = {
     "deepseek-v3": "h100-8x256",
     "vit-b16": "tpu-v5e-16",
 }
-"""A target that fits, by experiment."""
+"""A GPU target that fits, by experiment."""
+TPU_TARGETS = {
+    "gpt2-124m": "tpu-v5e-16",
+    "llama3-8b": "tpu-v5p-512",
+    "mistral-7b": "tpu-v5p-512",
+    "mixtral-8x7b": "tpu-v5p-1024",
+    "gemma2-2b": "tpu-v5p-512",
+    "gemma3-4b": "tpu-v5p-512",
+    "qwen2.5-7b": "tpu-v5p-512",
+    "qwen3-8b": "tpu-v5p-512",
+    "qwen3-30b-a3b": "tpu-v5p-1024",
+    "deepseek-v2-lite": "tpu-v5p-512",
+    "deepseek-v3": "tpu-v5p-4096",
+    "gpt-oss-20b": "tpu-v5p-512",
+    "qwen3-next-80b-a3b": "tpu-v5p-1024",
+}
+"""A TPU target that fits, for one experiment of each `model_type`."""
 
 
-def plan(experiment: str) -> dict:
+def plan(experiment: str, target: str) -> dict:
     """Return the plan from `axlearn plan --json`, with `fits`, or `{"error": ...}` if it fails."""
-    command = [sys.executable, "-m", "axlearn_core", "plan", experiment, "--target", TARGETS[experiment], "--json"]
+    command = [sys.executable, "-m", "axlearn_core", "plan", experiment, "--target", target, "--json"]
     process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     if process.returncode not in (0, 1) or not process.stdout.startswith("{"):
         return {"error": process.stderr.strip() or f"exit code {process.returncode}"}
     return json.loads(process.stdout)
 
 
-def line(experiment: str, result: dict) -> str:
+def line(experiment: str, target: str, result: dict) -> str:
     """Return a row of the table."""
-    cells = [f"`{experiment}`", f"`{TARGETS[experiment]}`"]
+    cells = [f"`{experiment}`", f"`{target}`"]
     if "error" in result:
         return f"| {' | '.join(cells)} | no plan: {result['error'].splitlines()[0]} |"
     gib = 2**-30
@@ -63,17 +79,19 @@ def line(experiment: str, result: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="only experiments whose name contains this text")
+    parser.add_argument("--only", default="", help='only rows with this text in "EXPERIMENT TARGET"')
     options = parser.parse_args()
     print(
         "| experiment | target | parameters | GiB of a chip | fits | roofline, s a step | bound by | compiled in, s |"
     )
     print("|---|---|--:|--:|---|--:|---|--:|")
     begin, misfits = time.perf_counter(), 0
-    for experiment in (name for name in TARGETS if options.only in name):
-        result = plan(experiment)
+    for experiment, target in (*TARGETS.items(), *TPU_TARGETS.items()):
+        if options.only not in f"{experiment} {target}":
+            continue
+        result = plan(experiment, target)
         misfits += not result.get("fits", False)
-        print(line(experiment, result), flush=True)
+        print(line(experiment, target, result), flush=True)
     load = ", ".join(f"{n:.1f}" for n in os.getloadavg())
     print(f"\n{time.perf_counter() - begin:.0f} s on {os.cpu_count()} cores; load {load}")
     sys.exit(bool(misfits))

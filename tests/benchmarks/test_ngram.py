@@ -1,12 +1,12 @@
 """The 5-gram benchmark against counting in dictionaries."""
 
-import importlib.util
 import math
 from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
 
+from support.benchmark_scripts import load_benchmark
 from support.paths import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "ngram.py"
@@ -14,12 +14,7 @@ SCRIPT = ROOT / "benchmarks" / "ngram.py"
 
 @pytest.fixture(scope="module")
 def ngram():
-    spec = importlib.util.spec_from_file_location("ngram_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("ngram")
 
 
 def plain(train: list[bytes], held_out: list[bytes], order: int) -> float:

@@ -1,20 +1,13 @@
 """Every published model has a plan at its published size, on hardware that fits it."""
 
-import importlib.util
-
 import pytest
 
 from axlearn_core.plugins.registry import registry
-from support.paths import ROOT
+from support.benchmark_scripts import load_benchmark
 
-FILE = ROOT / "benchmarks/published_plans.py"
-spec = importlib.util.spec_from_file_location("published_plans", FILE)
-assert spec
-assert spec.loader
-published = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(published)
+published = load_benchmark("published_plans")
 
-TOYS = {"quickstart", "vit-tiny"}
+TOYS = {"gpt-oss-toy", "quickstart", "qwen3-next-toy", "vit-tiny"}
 
 
 def test_every_published_experiment_is_in_the_table():
@@ -23,10 +16,10 @@ def test_every_published_experiment_is_in_the_table():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", published.TARGETS)
-def test_it_fits(experiment):
-    result = published.plan(experiment)
+@pytest.mark.parametrize(("experiment", "target"), [*published.TARGETS.items(), *published.TPU_TARGETS.items()])
+def test_it_fits(experiment, target):
+    result = published.plan(experiment, target)
     assert "error" not in result, result["error"]
-    assert result["fits"], published.line(experiment, result)
+    assert result["fits"], published.line(experiment, target, result)
     # Use causal FLOPs: masked pairs are not computed, so the full count may exceed 1 if little is recomputed.
     assert 0 < result["roofline_mfu_causal"] < 1

@@ -9,7 +9,7 @@ import pytest
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_plan.predict import load_measurements, log_ratio, predict, unknown_ops
 from axlearn_plugins_plan.roofline import Roofline
-from support.paths import ROOT
+from support.benchmark_scripts import load_benchmark
 
 BOUND = Roofline(compute=1.0, hbm=0.2, links=0.1, network=0.1)
 
@@ -37,15 +37,7 @@ def test_the_kept_fit_is_that_of_the_kept_steps(benchmark_module):
 
 @pytest.fixture(scope="module")
 def benchmark_module():
-    import importlib.util
-
-    path = ROOT / "benchmarks" / "step_times.py"
-    spec = importlib.util.spec_from_file_location("step_times", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("step_times")
 
 
 def test_a_target_with_steps_has_a_prediction_within_an_interval():

@@ -8,16 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import axlearn_core as ax
-from axlearn_core.extend import ConfigError, Context, Functional, Mesh, Precision, compose, find
+from axlearn_core.extend import ConfigError, Functional, Mesh, compose, find
 from axlearn_plugins_models.huggingface.family import family, find_family
 from axlearn_plugins_models.huggingface.import_export import export_run, import_run
 from axlearn_plugins_models.huggingface.source import open_model
-from axlearn_plugins_qwen3_next.head_gated_attention import HeadGatedAttention
-from axlearn_plugins_transformer.attention import Attention
 
 TOY = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
        "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
@@ -58,16 +55,6 @@ def imported(toy):
     source = open_model(toy[0], set=[*FLOAT32, "model.decoder.stack.mode=unrolled"])
     state = compose(source.config, jax.devices()[:1]).state
     return source.model.bind(source.read({**state.params, **state.variables}), {})
-
-
-def test_the_layer_is_its_formula():
-    sizes = {"input_dim": 8, "precision": Precision()}
-    gated = HeadGatedAttention.Config(num_heads=2).build(rngs=nnx.Rngs(0), **sizes)
-    plain = Attention.Config(num_heads=2).build(rngs=nnx.Rngs(0), **sizes)
-    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
-    context, _ = plain.attend(plain.scores(*plain.project(x, Context()), Context()), Context())
-    gate = jax.nn.sigmoid(jnp.einsum("bsd,dnh->bsnh", x, gated.gate.weight[...]))
-    np.testing.assert_allclose(gated(x, Context())[0], plain.output(context * gate), rtol=1e-5, atol=1e-6)
 
 
 def test_the_published_size():
@@ -139,8 +126,10 @@ def test_layers_that_predict_more_tokens_are_ignored(toy, tmp_path):
 @pytest.mark.parametrize("feature", ["lora", "quantization"])
 def test_features_apply_to_the_new_parts_and_train(feature, tmp_path):
     config = ax.resolve("qwen3-next-toy", with_=[feature]).config
-    changed = find(config, "model.decoder.layer.attention.children.3.gate.**")
-    assert changed != find(ax.resolve("qwen3-next-toy").config, "model.decoder.layer.attention.children.3.gate.**")
+    changed = find(config, "model.decoder.layer.attention.children.3.output_gate.**")
+    assert changed != find(
+        ax.resolve("qwen3-next-toy").config, "model.decoder.layer.attention.children.3.output_gate.**"
+    )
     result = ax.train("qwen3-next-toy", with_=[feature], set=SMALL, steps=2, run_dir=tmp_path / "run")
     assert result.step == 2
 

@@ -50,7 +50,7 @@ class GptOss(d.RopeDecoder):
         if (kinds := hf.get("layer_types") or expected) != expected:
             raise unsupported("layer_types", kinds, [str(expected)])
         return {
-            "replace": {"path": d.ATTENTION, "component": "gpt-oss-attention"},
+            "attention-sinks": {},
             "interleave": {"every": EVERY, "window": hf.need("sliding_window")}, "moe": {},
         }  # fmt: skip
 

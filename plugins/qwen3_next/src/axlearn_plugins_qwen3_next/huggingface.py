@@ -6,8 +6,8 @@ from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings, unsupported
 from axlearn_plugins_models.huggingface.rope import missing_forms, parameters, read_rope, write_rope
 from axlearn_plugins_models.huggingface.table import Rule
-from axlearn_plugins_qwen3_next.head_gated_attention import HeadGatedAttention
 from axlearn_plugins_recurrent.gated_delta_net import GatedDeltaNet
+from axlearn_plugins_transformer.attention import Attention
 
 OURS, LINEAR, FULL = f"{d.OURS}.attention", f"{d.THEIRS}.linear_attn", f"{d.THEIRS}.self_attn"
 KEYS, VALUES = "(g h*) d -> d g h", "(g (r h)*) d -> d (g r) h"
@@ -71,10 +71,10 @@ class Qwen3Next(Family):
         *d.feed_forward_rules("feed_forward.shared", "mlp.shared_expert"),
         Rule(f"{d.OURS}.feed_forward.shared_gate.weight", f"{d.THEIRS}.mlp.shared_expert_gate.weight", "o d -> d o"),
         Rule(
-            (f"{OURS}.query.weight", f"{OURS}.gate.weight"),
+            (f"{OURS}.query.weight", f"{OURS}.output_gate.weight"),
             f"{FULL}.q_proj.weight",
             "(n h*) d -> d n h",
-            within=HeadGatedAttention,
+            within=Attention,
         ),
         *linear_attention_rules(),
     )
@@ -111,7 +111,8 @@ class Qwen3Next(Family):
             rope.pop(name, None)
         fraction = rope.pop(ROTARY, 0.25)
         attention = {
-            "type": "qwen3-next-attention",
+            "type": "attention",
+            "output_gate": {"type": "linear"},
             "num_heads": hf.need("num_attention_heads"),
             "num_kv_heads": hf.get("num_key_value_heads", 2),
             "head_dim": hf.get("head_dim", 256),

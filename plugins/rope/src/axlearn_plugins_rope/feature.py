@@ -27,6 +27,7 @@ class Rope(Feature):
     Attributes:
         theta: Base of the frequencies (10000 for a new embedding).
         scaling: Length scaling, such as `{type: yarn-rope-scaling, factor: 4, original_length: 4096}`.
+        fraction: Fraction of each head that is rotated (1 for a new embedding).
     """
 
     stage = "replace"
@@ -34,10 +35,12 @@ class Rope(Feature):
 
     theta: float | None = setting(default=None, gt=1)
     scaling: Node[Scaling] | None = None
+    fraction: float | None = setting(default=None, gt=0, le=1)
 
     def apply(self, cfg: Tree) -> Tree:
         """Put a rotary embedding into every position-encoding slot."""
-        options = {k: v for k, v in (("theta", self.theta), ("scaling", self.scaling)) if v is not None}
+        options = {"theta": self.theta, "scaling": self.scaling, "fraction": self.fraction}
+        options = {name: value for name, value in options.items() if value is not None}
 
         def set_rotary(old: Any) -> Node[Any]:
             return attrs.evolve(old if isinstance(old, RotaryEmbedding.Config) else RotaryEmbedding.Config(), **options)

@@ -1,7 +1,7 @@
 """Multi-head and grouped-query attention."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import jax
@@ -10,6 +10,7 @@ from flax import nnx
 
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.errors import Problem, RequestError
+from axlearn_core.nn.initializers import Initializer
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
@@ -110,6 +111,13 @@ class Attention(Layer):
             head_dim: Size of a head (default: the width divided by `num_heads`).
             position: Position encoding, or None.
             qk_norm: Norm over each head of queries and keys, or None.
+            qk_norm_over: What a norm covers: one head, or all heads of a token together (OLMo 2).
+            qk_norm_last: Normalize after the positions are encoded, instead of before.
+            output_gate: Projection from the input of the layer to output gates, or None. Each weighted sum of values is multiplied by
+                the sigmoid of its gate (Qiu et al., 2025, arXiv 2505.06708).
+            output_gate_per: Whether each element of a head has a gate, or each head.
+            sinks: Initializer of trained sinks, or None. A sink is an extra logit of a head in the softmax, without a value
+                (OpenAI, 2025, arXiv 2508.10925, section 2.2).
             scale: Factor applied to the scores (default: head_dim ** -0.5).
             softcap: Soft cap of the scores, or None.
             window: Number of positions that a query attends to, including its own: an int, a node that builds an int or None,
@@ -129,6 +137,11 @@ class Attention(Layer):
         head_dim: int | None = setting(default=None, ge=1)
         position: Node[PositionEncoding] | None = None
         qk_norm: Node[Norm] | None = None
+        qk_norm_over: Literal["head", "all_heads"] = setting(default="head", hide_default=True)
+        qk_norm_last: bool = setting(default=False, hide_default=True)
+        output_gate: Node[Projection] | None = setting(default=None, hide_default=True)
+        output_gate_per: Literal["element", "head"] = setting(default="element", hide_default=True)
+        sinks: Node[Initializer] | None = setting(default=None, hide_default=True)
         scale: float | None = setting(default=None, gt=0)
         softcap: float | None = setting(default=None, gt=0)
         window: int | Node[int | None] | None = setting(default=None, ge=1)
@@ -169,8 +182,17 @@ class Attention(Layer):
         self.value = self.child(cfg.value, rngs=rngs, input_dims=(width,), output_dims=kv_heads, axes=kv_axes)
         self.output = self.child(cfg.output, rngs=rngs, input_dims=query_heads, output_dims=(width,), axes=out_axes)
         if cfg.qk_norm is not None:
-            self.query_norm = self.child(cfg.qk_norm, rngs=rngs, dim=self.head_dim)
-            self.key_norm = self.child(cfg.qk_norm, rngs=rngs, dim=self.head_dim)
+            count = cfg.num_heads, self.kv_heads
+            query_dim, key_dim = (self.head_dim * (n if cfg.qk_norm_over == "all_heads" else 1) for n in count)
+            self.query_norm = self.child(cfg.qk_norm, rngs=rngs, dim=query_dim)
+            self.key_norm = self.child(cfg.qk_norm, rngs=rngs, dim=key_dim)
+        if cfg.output_gate is not None:
+            gates, axes = (
+                (query_heads, head_axes) if cfg.output_gate_per == "element" else (query_heads[:1], head_axes[:2])
+            )
+            self.output_gate = self.child(cfg.output_gate, rngs=rngs, input_dims=(width,), output_dims=gates, axes=axes)
+        if cfg.sinks is not None:
+            self.sinks = self.parameter(rngs, cfg.sinks, (cfg.num_heads,), ("heads",))
         if cfg.position is not None:
             self.position = self.child(cfg.position, rngs=rngs, head_dim=self.head_dim, num_heads=cfg.num_heads)
 
@@ -202,14 +224,24 @@ class Attention(Layer):
         q = constrain(q, "batch", "sequence", "activation_heads", None)
         k = constrain(k, "batch", "sequence", "activation_kv", None)
         v = constrain(v, "batch", "sequence", "activation_kv", None)
-        if cfg.qk_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+        if not cfg.qk_norm_last:
+            q, k = self._normalize(q, k)
         if cfg.position is not None:
             positions = context.positions
             q, k = self.position(
                 q, k, jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
             )
+        if cfg.qk_norm_last:
+            q, k = self._normalize(q, k)
         return q, k, v
+
+    def _normalize(self, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if self.cfg.qk_norm is None:
+            return query, key
+        if self.cfg.qk_norm_over == "head":
+            return self.query_norm(query), self.key_norm(key)
+        q, k = (x.reshape(*x.shape[:2], -1) for x in (query, key))
+        return self.query_norm(q).reshape(query.shape), self.key_norm(k).reshape(key.shape)
 
     def scores(self, query: jax.Array, key: jax.Array, value: jax.Array, context: Context) -> attention.AttentionOp:
         """Return the op that attends. A subclass may change it, for example to add sinks."""
@@ -222,6 +254,7 @@ class Attention(Layer):
             scale=cfg.scale or self.head_dim**-0.5,
             softcap=cfg.softcap,
             bias=None if cfg.position is None else bias_of(self.position),
+            sinks=None if cfg.sinks is None else self.computed(self.sinks),
         )
 
     def attend(self, op: attention.AttentionOp, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
@@ -234,10 +267,14 @@ class Attention(Layer):
         return op.tag_context(context_vectors), cache
 
     def finish(self, context_vectors: jax.Array, x: jax.Array) -> jax.Array:
-        """Project [B, S, N, V] to [B, S, D].
+        """Gate [B, S, N, V], and project it to [B, S, D].
 
         Args:
             context_vectors: Weighted sums of the values.
             x: Input of the layer, for gates.
         """
+        if self.cfg.output_gate is not None:
+            heads = ("batch", "sequence", "activation_heads")
+            gate = constrain(self.output_gate(x), *heads, *((None,) if self.cfg.output_gate_per == "element" else ()))
+            context_vectors = context_vectors * jax.nn.sigmoid(gate if gate.ndim == 4 else gate[..., None])
         return tag(self.output(context_vectors), "attention_out")

@@ -4,40 +4,21 @@ Where torch and transformers are installed (`uv run --group parity pytest -m slo
 also have them compute the same with other weights.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from axlearn_core.compose import Functional, compose
+from axlearn_core.compose import Functional
 from axlearn_core.config import find, patch
 from axlearn_core.learn import AdamW, Learner
 from axlearn_core.run import bind_weights, split_weights
-from axlearn_plugins_models.huggingface.source import open_model
 from support import generated_models
-from support.paths import HF_FIXTURES
+from support.imported_models import MODELS, expected_results, loaded
 
-MODELS = sorted(p.name for p in HF_FIXTURES.iterdir())
-SLOW = {
-    "llama2",
-    "qwen3",
-    "qwen2",
-    "gemma2",
-    "deepseek-v2",
-    "mixtral",
-    "mistral",
-    "gpt-oss",
-    "qwen3-next",
-    "qwen3.5",
-    "qwen3.5-moe",
-}
-"""Models for slow tests only; each has a similar model that is not slow."""
-GRADIENTS = [
-    n for n in MODELS if any(k.startswith("gradient.") for k in load_file(HF_FIXTURES / n / "expected.safetensors"))
-]
+QUICK = {"deepseek-v3", "gemma3", "gpt2", "llama3", "qwen3-moe"}
+"""Models that are not only for slow tests: one of each kind."""
+GRADIENTS = [n for n in MODELS if any(k.startswith("gradient.") for k in expected_results(n))]
 
 
 def some(names, quick):
@@ -45,20 +26,6 @@ def some(names, quick):
     return [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in names] + [
         pytest.param(f"{n} now", marks=generated_models.MARKS) for n in names
     ]
-
-
-def folder(name):
-    """Of a model, with the weights of the fixture or with others."""
-    return generated_models.generate(name.removesuffix(" now")) if name.endswith(" now") else HF_FIXTURES / name
-
-
-@functools.cache
-def loaded(name):
-    """Return (source, parameters, model, expected results), in float32."""
-    source = open_model(folder(name), set=["model.dtype=float32", "model.decoder.stack.mode=unrolled"])
-    state = compose(source.config, jax.devices()[:1]).state
-    params = source.read({**state.params, **state.variables})
-    return source, params, bind_weights(source.model, params), load_file(folder(name) / "expected.safetensors")
 
 
 def assert_close(got, expected):
@@ -79,7 +46,7 @@ def rows(expected):
 
 
 @pytest.mark.fast_cases("llama3")
-@pytest.mark.parametrize("name", some(MODELS, {*MODELS} - SLOW))
+@pytest.mark.parametrize("name", some(MODELS, QUICK))
 def test_logits(name):
     source, params, _, expected = loaded(name)
     tokens, positions, segments = rows(expected)

@@ -1,6 +1,5 @@
 """The shipped layouts against layouts that a search compiled and `benchmarks/layout_search.py --store` stored."""
 
-import importlib.util
 import json
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.search import rank
+from support.benchmark_scripts import load_benchmark
 from support.paths import ROOT
 
 STORED = json.loads((ROOT / "benchmarks/results/layouts.json").read_text("utf-8"))
@@ -18,12 +18,7 @@ TOLERANCE = 1.01
 
 @pytest.fixture(scope="module")
 def layout_search():
-    spec = importlib.util.spec_from_file_location("layout_search", ROOT / "benchmarks/layout_search.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("layout_search")
 
 
 def shipped(layout_search, model, target):

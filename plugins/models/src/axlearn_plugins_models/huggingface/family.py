@@ -304,7 +304,11 @@ def _with_derived_sizes(model: Node[Any]) -> Node[Any]:
 
 
 def family(model_type: str) -> Family:
-    """Return the installed family of a `model_type`. Raise `RequestError` with its package or the nearest names if there is none."""
+    """Return the installed family of a `model_type`.
+
+    Raises:
+        RequestError: There is none. The error names its package, or the nearest names.
+    """
     names = families()
     if model_type not in names:
         raise not_installed(model_type) or unknown(KIND, model_type, names, listing="axlearn plugins list")
