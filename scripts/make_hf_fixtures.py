@@ -87,6 +87,19 @@ MROPE = {
     "mrope_section": [2, 1, 1],
     "mrope_interleaved": True,
 }
+MAMBA = {
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+}
+FACTORS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 20}
 
 TEXT_MODELS = {"Gemma3", "Qwen3_5", "Qwen3_5Moe"}
@@ -118,6 +131,13 @@ MODELS = {
     "qwen3.5-moe": ("Qwen3_5Moe", {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 3, **DELTA_NET,
                                    **SHARED_EXPERT, "rope_parameters": MROPE, "num_experts": 3,
                                    "num_experts_per_tok": 2, "moe_intermediate_size": 12}, {}),
+    "granite-hybrid": ("GraniteMoeHybrid", {**MAMBA, **FACTORS, "num_local_experts": 0, "shared_intermediate_size": 40,
+                                            "position_embedding_type": "rope",
+                                            "layer_types": ["full_attention", "linear_attention", "linear_attention"]}, {}),
+    "granite-hybrid-moe": ("GraniteMoeHybrid", {**MAMBA, **FACTORS, "num_local_experts": 3, "shared_intermediate_size": 20,
+                                                "intermediate_size": 16, "position_embedding_type": "nope",
+                                                "layer_types": ["linear_attention", "full_attention", "linear_attention"]}, {}),
+    "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1]}, {}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, {}),
 }  # fmt: skip
 

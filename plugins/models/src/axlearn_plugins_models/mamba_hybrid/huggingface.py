@@ -1,0 +1,186 @@
+"""Models with Mamba-2 in most layers in Hugging Face format: Granite 4 and Bamba."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from axlearn_plugins_models.huggingface import decoder as d
+from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings, unsupported
+from axlearn_plugins_models.huggingface.rope import FACTOR, missing_forms, parameters, read_rope, write_rope
+from axlearn_plugins_models.huggingface.table import Rule
+from axlearn_plugins_recurrent.mamba2 import Mamba2
+
+OURS, THEIRS, FEED, MOE = (
+    f"{d.OURS}.attention",
+    f"{d.THEIRS}.mamba",
+    f"{d.OURS}.feed_forward",
+    f"{d.THEIRS}.block_sparse_moe",
+)
+PARTS = ("value", "key", "query")
+MAMBA, ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")
+"""Names of the two kinds of layers in files, of transformers 4 and 5."""
+PROJECTIONS = tuple(f"{OURS}.{p}.weight" for p in ("gate", *PARTS, "step"))
+MAMBA_RULES = (
+    Rule(PROJECTIONS, f"{THEIRS}.in_proj.weight", (*["(h p)* d -> d h p"] * 4, "h* d -> d h"), within=Mamba2),
+    *(
+        Rule(tuple(f"{OURS}.convolutions.{p}.{kind}" for p in PARTS), f"{THEIRS}.conv1d.{kind}", axes)
+        for kind, axes in (("weight", "(h p)* 1 w -> w h p"), ("bias", "(h p)* -> h p"))
+    ),
+    Rule(f"{OURS}.norm", f"{THEIRS}.norm.weight", "(h p) -> h p"),
+    Rule(f"{OURS}.output.weight", f"{THEIRS}.out_proj.weight", "d (h p) -> h p d", within=Mamba2),
+    *(
+        Rule(f"{OURS}.{a}", f"{THEIRS}.{b}")
+        for a, b in (("log_rate", "A_log"), ("step_bias", "dt_bias"), ("skip", "D"))
+    ),
+)
+
+
+def shortest_period(kinds: Sequence[str]) -> int:
+    """Return the length of the shortest sequence that `kinds` repeats."""
+    return next(n for n in range(1, len(kinds) + 1) if all(kinds[i] == kinds[i - n] for i in range(n, len(kinds))))
+
+
+class MambaHybrid(Family):
+    """Base class for families whose layers have either Mamba-2 or attention, in any order."""
+
+    experiment = "llama3-8b"
+    keys: ClassVar = {**d.SIZES, **d.NORMS, "tie_word_embeddings": d.TIED}
+    fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu", "mamba_proj_bias": False}
+    unused_keys: ClassVar = ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb")
+    fraction: ClassVar = 1.0
+
+    def layer_types(self, hf: Settings) -> list[str]:
+        """Return `mamba` or `attention` for each layer."""
+        kinds = hf.get("layer_types") or ["mamba"] * hf.need("num_hidden_layers")
+        if len(kinds) != hf.need("num_hidden_layers") or {*kinds} - {*MAMBA, *ATTENTION}:
+            raise unsupported("layer_types", kinds, ["`mamba` or `attention` for each layer"])
+        return ["mamba" if kind in MAMBA else "attention" for kind in kinds]
+
+    def settings(self, hf: Settings) -> Json:
+        """Return settings for the two kinds of layers. Raise `ConfigError` if time steps are limited."""
+        low, high = hf.get("time_step_limit") or (0.0, math.inf)
+        if low or (float(high["__float__"]) if isinstance(high, dict) else high) != math.inf:
+            raise unsupported("time_step_limit", [low, high], ["[0.0, Infinity]"])
+        inner, heads = hf.get("mamba_expand", 2) * hf.need("hidden_size"), hf.get("mamba_n_heads", 128)
+        size, eps = hf.get("mamba_d_head", "auto"), float(hf.get("rms_norm_eps", d.NORMS["rms_norm_eps"].default))
+        mamba = {
+            "type": "mamba2", "num_heads": heads, "head_dim": inner // heads if size == "auto" else size,
+            "inner_dim": inner, "state_dim": hf.get("mamba_d_state", 256), "num_groups": hf.get("mamba_n_groups", 1),
+            "eps": eps, "convolution": {"type": "short-convolution", "width": hf.get("mamba_d_conv", 4),
+                                        "bias": hf.get("mamba_conv_bias", True)},
+        }  # fmt: skip
+        kinds = self.layer_types(hf)
+        parts = [mamba if kind == "mamba" else self.attention(hf) for kind in kinds[: shortest_period(kinds)]]
+        return {d.ATTENTION: {"type": "alternate", "children": parts}}
+
+    def attention(self, hf: Settings) -> Json:
+        """Return the config of the layers with attention."""
+        heads, rope = hf.need("num_attention_heads"), parameters(hf)
+        fraction = rope.pop(FACTOR, self.fraction)
+        return {
+            "type": "attention", "num_heads": heads, "num_kv_heads": hf.get("num_key_value_heads", heads),
+            "head_dim": hf.get("head_dim"), "position": read_rope(hf, rope=rope, fraction=fraction),
+        }  # fmt: skip
+
+    def export_keys(self, config: Any) -> Json:
+        """Return the `config.json` keys; the inverse of `settings`."""
+        decoder = config.model.decoder
+        layers = [decoder.layer.attention.select(i) for i in range(decoder.num_layers)]
+        mamba = next(x for x in layers if isinstance(x, Mamba2.Config))
+        attention = next(x for x in layers if not isinstance(x, Mamba2.Config))
+        position = attention.position
+        rope = {"rope_parameters": {**write_rope(position), FACTOR: position.fraction}} if position else {}
+        return rope | {
+            "layer_types": ["mamba" if isinstance(x, Mamba2.Config) else "attention" for x in layers],
+            "num_attention_heads": attention.num_heads, "num_key_value_heads": attention.num_kv_heads or attention.num_heads,
+            "mamba_n_heads": mamba.num_heads, "mamba_d_head": mamba.head_dim, "mamba_d_state": mamba.state_dim,
+            "mamba_n_groups": mamba.num_groups, "mamba_expand": mamba.num_heads * mamba.head_dim // decoder.hidden_dim,
+            "mamba_d_conv": mamba.convolution.width, "mamba_conv_bias": mamba.convolution.bias,
+        }  # fmt: skip
+
+    def compatibility_keys(self, data: Json) -> Json:
+        """Return the RoPE keys that other versions of transformers need."""
+        return missing_forms(data) if "rope_parameters" in data else {}
+
+
+class GraniteHybrid(MambaHybrid):
+    """Granite 4: factors for embeddings, scores, residual sums and logits, and optionally experts beside a shared one."""
+
+    architectures = ("GraniteMoeHybridForCausalLM",)
+    keys: ClassVar = {
+        **MambaHybrid.keys,
+        "embedding_multiplier": Key("model.decoder.embedding.multiplier", default=1.0, read=float),
+        "residual_multiplier": Key(f"{d.LAYER}.residual_multiplier", default=1.0, read=float),
+        "logits_scaling": Key("model.decoder.output_multiplier", default=1.0, read=lambda n: 1 / n, write=lambda n: 1 / n),
+    }  # fmt: skip
+    rules: ClassVar = (
+        *d.OUTER_RULES, *d.NORM_RULES, *d.ATTENTION_RULES, *MAMBA_RULES,
+        Rule(f"{FEED}.router.weight", f"{MOE}.router.layer.weight", "e d -> d e"),
+        Rule((f"{FEED}.gate.weight", f"{FEED}.up.weight"), f"{MOE}.input_linear.weight", "e f* d -> e d f"),
+        Rule(f"{FEED}.down.weight", f"{MOE}.output_linear.weight", "e d f -> e f d"),
+        *(
+            rule for ours in (FEED, f"{FEED}.shared") for rule in (
+                Rule((f"{ours}.gate.weight", f"{ours}.up.weight"), f"{d.THEIRS}.shared_mlp.input_linear.weight", "f* d -> d f"),
+                Rule(f"{ours}.down.weight", f"{d.THEIRS}.shared_mlp.output_linear.weight", "d f -> f d"),
+            )
+        ),
+    )  # fmt: skip
+
+    def features(self, hf: Settings) -> dict[str, Json]:
+        """Return the options for the experts, if there are any."""
+        count, router = hf.get("num_local_experts", 8), {"type": "softmax-router", "normalize": True}
+        sizes = {"top_k": hf.get("num_experts_per_tok", 2), "hidden_dim": hf.get("intermediate_size", 11008)}
+        return {"moe": {"num_experts": count, **sizes, "router": router}} if count else {}
+
+    def settings(self, hf: Settings) -> Json:
+        """Return settings for the layers and the shared expert, which is the only one if there are no experts."""
+        size, experts = hf.get("shared_intermediate_size", 1024), hf.get("num_local_experts", 8)
+        shared = {"type": "gated-feed-forward", "hidden_dim": size}
+        return super().settings(hf) | (
+            {f"{d.FEED_FORWARD}.shared": shared} if experts else {f"{d.FEED_FORWARD}.hidden_dim": size}
+        )
+
+    def attention(self, hf: Settings) -> Json:
+        """Return the config of the layers with attention, which may have no position encoding."""
+        attention = super().attention(hf) | {"scale": float(hf.get("attention_multiplier", 1.0))}
+        return attention if hf.get("position_embedding_type") == "rope" else attention | {"position": None}
+
+    def export_keys(self, config: Any) -> Json:
+        """Return the `config.json` keys; the inverse of `features` and `settings`."""
+        keys, slot = super().export_keys(config), config.model.decoder.layer.feed_forward
+        attention = next(x for x in config.model.decoder.layer.attention.children if not isinstance(x, Mamba2.Config))
+        shared: Any = getattr(slot, "shared", None)
+        experts = (
+            {"num_local_experts": slot.num_experts, "num_experts_per_tok": slot.top_k}
+            if shared
+            else {"num_local_experts": 0}
+        )
+        return keys | experts | {
+            "intermediate_size": slot.hidden_dim, "shared_intermediate_size": (shared or slot).hidden_dim,
+            "attention_multiplier": attention.scale, "position_embedding_type": "rope" if attention.position else "nope",
+        }  # fmt: skip
+
+
+class Bamba(MambaHybrid):
+    """Bamba: a feed-forward layer in every layer, and attention with half of each head rotated in a few layers."""
+
+    architectures = ("BambaForCausalLM",)
+    keys: ClassVar = {**MambaHybrid.keys, "intermediate_size": f"{d.FEED_FORWARD}.hidden_dim"}
+    fixed: ClassVar = {**MambaHybrid.fixed, "mlp_bias": False}
+    fraction = 0.5
+    rules: ClassVar = (
+        *d.OUTER_RULES, *d.NORM_RULES, *d.ATTENTION_RULES, *MAMBA_RULES, *d.feed_forward_rules(theirs="feed_forward"),
+        Rule("decoder.norm.weight", "model.final_layernorm.weight"),
+        Rule(f"{d.OURS}.feed_forward_norm.weight", f"{d.THEIRS}.pre_ff_layernorm.weight"),
+    )  # fmt: skip
+
+    def layer_types(self, hf: Settings) -> list[str]:
+        """Return `mamba` or `attention` for each layer."""
+        places = hf.get("attn_layer_indices") or ()
+        return ["attention" if i in places else "mamba" for i in range(hf.need("num_hidden_layers"))]
+
+    def export_keys(self, config: Any) -> Json:
+        """Return the `config.json` keys; the inverse of `settings`."""
+        keys = super().export_keys(config)
+        kinds = keys.pop("layer_types")
+        return keys | {"attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == "attention"]}
