@@ -15,13 +15,14 @@ import argparse
 import copy
 import functools
 import json
+import re
 import shutil
 from pathlib import Path
 
 import tokenizers
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 PLUGINS = Path(__file__).parents[1] / "tests/plugins"
@@ -100,12 +101,35 @@ FACTORS = {
     "attention_multiplier": 0.3,
     "logits_scaling": 2.0,
 }
+KIMI_LINEAR = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "linear_attn_config": {
+        "full_attn_layers": [2],
+        "kda_layers": [1, 3],
+        "num_heads": 3,
+        "head_dim": 8,
+        "short_conv_kernel_size": 3,
+    },
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+    "num_expert_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 20}
 
 TEXT_MODELS = {"Gemma3", "Qwen3_5", "Qwen3_5Moe"}
 """Models with images, whose text models have configs of their own."""
 
-# name -> (class, config, options): shards, gradients
+# name -> (class, config, options): shards, gradients, names of published tensors that transformers writes differently
 MODELS = {
     "llama2": ("Llama", {"num_key_value_heads": 4}, {"gradients": True}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}, {"shard": "20KB"}),
@@ -138,6 +162,7 @@ MODELS = {
                                                 "intermediate_size": 16, "position_embedding_type": "nope",
                                                 "layer_types": ["linear_attention", "full_attention", "linear_attention"]}, {}),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1]}, {}),
+    "kimi-linear": ("KimiLinear", KIMI_LINEAR, {"rename": (r"\.block_sparse_moe\.(\w+_proj)\.", r".mlp.\1.")}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, {}),
 }  # fmt: skip
 
@@ -285,6 +310,9 @@ def make(name: str, folder: Path, first: int) -> None:
         for parameter in model.parameters():
             parameter.grad = None
     model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=options.get("shard", "50GB"))
+    if rename := options.get("rename"):
+        tensors = load_file(folder / "model.safetensors")
+        save_file({re.sub(*rename, n): t for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     (folder / "generation_config.json").unlink(missing_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")

@@ -11,6 +11,7 @@ from axlearn_plugins_models.huggingface.published_config import published_model
 # for multi-token prediction, and without the 58 x 256 biases of its routers, which are variables here; Gemma 3 is without
 # the vision tower and its projection.
 TOTALS = {
+    "bamba-9b": 9_780_235_392,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_404_352,
     "gemma2-2b": 2_614_341_888,
@@ -19,6 +20,9 @@ TOTALS = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt2-1.5b": 1_557_611_200,
     "gpt2-124m": 124_439_808,
+    "granite4-h-micro": 3_191_396_096,
+    "granite4-h-tiny": 6_939_037_248,
+    "kimi-linear-48b-a3b": 49_122_675_072,
     "llama2-70b": 68_976_648_192,
     "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248,
@@ -28,6 +32,8 @@ TOTALS = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-8b": 8_190_735_360,
     "qwen3-next-80b-a3b": 79_674_391_296,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.5-9b": 8_953_803_264,
 }
 
 

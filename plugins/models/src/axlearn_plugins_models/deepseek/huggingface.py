@@ -76,18 +76,29 @@ class DeepSeekV3(Family):
     def export_keys(self, config: Any) -> Json:
         """Return the `config.json` keys; the inverse of `features` and `settings`."""
         attention, slot = config.model.decoder.layer.attention, config.model.decoder.layer.feed_forward
-        dense: list[Any] = [*slot.first] if isinstance(slot, Alternate) else []
-        experts: Any = slot.children[0] if isinstance(slot, Alternate) else slot
         rope = write_rope(attention.position)
         if attention.scale is not None and rope["rope_type"] == "yarn":
             sharper = (attention.scale * (attention.head_dim + attention.rope_head_dim) ** 0.5) ** 0.5
             rope = write_mscale(rope, sharper)
+        keys = {"rope_parameters": rope, "rope_interleave": attention.position.interleaved}
+        return keys | self.write_latent(attention) | self.write_experts(slot)
+
+    def write_latent(self, attention: Any) -> Json:
+        """Return the keys of latent attention."""
         return {
             "kv_lora_rank": attention.kv_rank, "q_lora_rank": attention.query_rank,
-            "qk_rope_head_dim": attention.rope_head_dim, "v_head_dim": attention.value_head_dim,
-            "num_key_value_heads": attention.num_heads, "rope_parameters": rope,
-            "rope_interleave": attention.position.interleaved, "n_routed_experts": experts.num_experts,
-            "num_experts_per_tok": experts.top_k, "moe_intermediate_size": experts.hidden_dim,
+            "qk_nope_head_dim": attention.head_dim, "qk_rope_head_dim": attention.rope_head_dim,
+            "v_head_dim": attention.value_head_dim, "num_attention_heads": attention.num_heads,
+            "num_key_value_heads": attention.num_heads,
+        }  # fmt: skip
+
+    def write_experts(self, slot: Any) -> Json:
+        """Return the keys of the feed-forward slot."""
+        dense: list[Any] = [*slot.first] if isinstance(slot, Alternate) else []
+        experts: Any = slot.children[0] if isinstance(slot, Alternate) else slot
+        return {
+            "n_routed_experts": experts.num_experts, "num_experts_per_tok": experts.top_k,
+            "moe_intermediate_size": experts.hidden_dim,
             "n_shared_experts": experts.shared.hidden_dim // experts.hidden_dim if experts.shared else 0,
             "first_k_dense_replace": len(dense),
             "intermediate_size": dense[0].hidden_dim if dense else experts.hidden_dim,

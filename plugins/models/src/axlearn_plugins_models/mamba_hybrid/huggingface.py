@@ -1,43 +1,18 @@
 """Models with Mamba-2 in most layers in Hugging Face format: Granite 4 and Bamba."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from axlearn_plugins_models.huggingface import decoder as d
+from axlearn_plugins_models.huggingface import recurrent_layers as r
 from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings, unsupported
 from axlearn_plugins_models.huggingface.rope import FACTOR, missing_forms, parameters, read_rope, write_rope
 from axlearn_plugins_models.huggingface.table import Rule
 from axlearn_plugins_recurrent.mamba2 import Mamba2
+from axlearn_plugins_transformer.feed_forward import GatedFeedForward
 
-OURS, THEIRS, FEED, MOE = (
-    f"{d.OURS}.attention",
-    f"{d.THEIRS}.mamba",
-    f"{d.OURS}.feed_forward",
-    f"{d.THEIRS}.block_sparse_moe",
-)
-PARTS = ("value", "key", "query")
-MAMBA, ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")
-"""Names of the two kinds of layers in files, of transformers 4 and 5."""
-PROJECTIONS = tuple(f"{OURS}.{p}.weight" for p in ("gate", *PARTS, "step"))
-MAMBA_RULES = (
-    Rule(PROJECTIONS, f"{THEIRS}.in_proj.weight", (*["(h p)* d -> d h p"] * 4, "h* d -> d h"), within=Mamba2),
-    *(
-        Rule(tuple(f"{OURS}.convolutions.{p}.{kind}" for p in PARTS), f"{THEIRS}.conv1d.{kind}", axes)
-        for kind, axes in (("weight", "(h p)* 1 w -> w h p"), ("bias", "(h p)* -> h p"))
-    ),
-    Rule(f"{OURS}.norm", f"{THEIRS}.norm.weight", "(h p) -> h p"),
-    Rule(f"{OURS}.output.weight", f"{THEIRS}.out_proj.weight", "d (h p) -> h p d", within=Mamba2),
-    *(
-        Rule(f"{OURS}.{a}", f"{THEIRS}.{b}")
-        for a, b in (("log_rate", "A_log"), ("step_bias", "dt_bias"), ("skip", "D"))
-    ),
-)
-
-
-def shortest_period(kinds: Sequence[str]) -> int:
-    """Return the length of the shortest sequence that `kinds` repeats."""
-    return next(n for n in range(1, len(kinds) + 1) if all(kinds[i] == kinds[i - n] for i in range(n, len(kinds))))
+FEED, MOE = f"{d.OURS}.feed_forward", f"{d.THEIRS}.block_sparse_moe"
+MAMBA_RULES = (*d.OUTER_RULES, *d.NORM_RULES, *d.ATTENTION_RULES, *r.mamba2_rules(f"{d.THEIRS}.mamba"))
 
 
 class MambaHybrid(Family):
@@ -50,28 +25,16 @@ class MambaHybrid(Family):
     fraction: ClassVar = 1.0
 
     def layer_types(self, hf: Settings) -> list[str]:
-        """Return `mamba` or `attention` for each layer."""
-        kinds = hf.get("layer_types") or ["mamba"] * hf.need("num_hidden_layers")
-        if len(kinds) != hf.need("num_hidden_layers") or {*kinds} - {*MAMBA, *ATTENTION}:
-            raise unsupported("layer_types", kinds, ["`mamba` or `attention` for each layer"])
-        return ["mamba" if kind in MAMBA else "attention" for kind in kinds]
+        """Return the kind of each layer."""
+        return r.read_kinds(hf, [r.RECURRENT] * hf.need("num_hidden_layers"))
 
     def settings(self, hf: Settings) -> Json:
         """Return settings for the two kinds of layers. Raise `ConfigError` if time steps are limited."""
         low, high = hf.get("time_step_limit") or (0.0, math.inf)
         if low or (float(high["__float__"]) if isinstance(high, dict) else high) != math.inf:
             raise unsupported("time_step_limit", [low, high], ["[0.0, Infinity]"])
-        inner, heads = hf.get("mamba_expand", 2) * hf.need("hidden_size"), hf.get("mamba_n_heads", 128)
-        size, eps = hf.get("mamba_d_head", "auto"), float(hf.get("rms_norm_eps", d.NORMS["rms_norm_eps"].default))
-        mamba = {
-            "type": "mamba2", "num_heads": heads, "head_dim": inner // heads if size == "auto" else size,
-            "inner_dim": inner, "state_dim": hf.get("mamba_d_state", 256), "num_groups": hf.get("mamba_n_groups", 1),
-            "eps": eps, "convolution": {"type": "short-convolution", "width": hf.get("mamba_d_conv", 4),
-                                        "bias": hf.get("mamba_conv_bias", True)},
-        }  # fmt: skip
-        kinds = self.layer_types(hf)
-        parts = [mamba if kind == "mamba" else self.attention(hf) for kind in kinds[: shortest_period(kinds)]]
-        return {d.ATTENTION: {"type": "alternate", "children": parts}}
+        parts = {r.RECURRENT: r.read_mamba2(hf), r.ATTENTION: self.attention(hf)}
+        return {d.ATTENTION: r.alternate(self.layer_types(hf), parts)}
 
     def attention(self, hf: Settings) -> Json:
         """Return the config of the layers with attention."""
@@ -85,18 +48,14 @@ class MambaHybrid(Family):
     def export_keys(self, config: Any) -> Json:
         """Return the `config.json` keys; the inverse of `settings`."""
         decoder = config.model.decoder
-        layers = [decoder.layer.attention.select(i) for i in range(decoder.num_layers)]
-        mamba = next(x for x in layers if isinstance(x, Mamba2.Config))
-        attention = next(x for x in layers if not isinstance(x, Mamba2.Config))
-        position = attention.position
-        rope = {"rope_parameters": {**write_rope(position), FACTOR: position.fraction}} if position else {}
-        return rope | {
-            "layer_types": ["mamba" if isinstance(x, Mamba2.Config) else "attention" for x in layers],
+        kinds, mamba, attention = r.split_kinds(decoder, Mamba2.Config)
+        keys: Json = {
+            "layer_types": [r.PUBLISHED[kind] for kind in kinds], **r.write_mamba2(mamba, decoder.hidden_dim),
             "num_attention_heads": attention.num_heads, "num_key_value_heads": attention.num_kv_heads or attention.num_heads,
-            "mamba_n_heads": mamba.num_heads, "mamba_d_head": mamba.head_dim, "mamba_d_state": mamba.state_dim,
-            "mamba_n_groups": mamba.num_groups, "mamba_expand": mamba.num_heads * mamba.head_dim // decoder.hidden_dim,
-            "mamba_d_conv": mamba.convolution.width, "mamba_conv_bias": mamba.convolution.bias,
         }  # fmt: skip
+        keys |= {"head_dim": attention.head_dim} if attention.head_dim else {}
+        position = attention.position
+        return keys | ({"rope_parameters": {**write_rope(position), FACTOR: position.fraction}} if position else {})
 
     def compatibility_keys(self, data: Json) -> Json:
         """Return the RoPE keys that other versions of transformers need."""
@@ -114,7 +73,7 @@ class GraniteHybrid(MambaHybrid):
         "logits_scaling": Key("model.decoder.output_multiplier", default=1.0, read=lambda n: 1 / n, write=lambda n: 1 / n),
     }  # fmt: skip
     rules: ClassVar = (
-        *d.OUTER_RULES, *d.NORM_RULES, *d.ATTENTION_RULES, *MAMBA_RULES,
+        *MAMBA_RULES,
         Rule(f"{FEED}.router.weight", f"{MOE}.router.layer.weight", "e d -> d e"),
         Rule((f"{FEED}.gate.weight", f"{FEED}.up.weight"), f"{MOE}.input_linear.weight", "e f* d -> e d f"),
         Rule(f"{FEED}.down.weight", f"{MOE}.output_linear.weight", "e d f -> e f d"),
@@ -136,9 +95,8 @@ class GraniteHybrid(MambaHybrid):
         """Return settings for the layers and the shared expert, which is the only one if there are no experts."""
         size, experts = hf.get("shared_intermediate_size", 1024), hf.get("num_local_experts", 8)
         shared = {"type": "gated-feed-forward", "hidden_dim": size}
-        return super().settings(hf) | (
-            {f"{d.FEED_FORWARD}.shared": shared} if experts else {f"{d.FEED_FORWARD}.hidden_dim": size}
-        )
+        dense = {f"{d.FEED_FORWARD}.hidden_dim": size}
+        return super().settings(hf) | ({f"{d.FEED_FORWARD}.shared": shared} if experts else dense)
 
     def attention(self, hf: Settings) -> Json:
         """Return the config of the layers with attention, which may have no position encoding."""
@@ -148,15 +106,13 @@ class GraniteHybrid(MambaHybrid):
     def export_keys(self, config: Any) -> Json:
         """Return the `config.json` keys; the inverse of `features` and `settings`."""
         keys, slot = super().export_keys(config), config.model.decoder.layer.feed_forward
-        attention = next(x for x in config.model.decoder.layer.attention.children if not isinstance(x, Mamba2.Config))
-        shared: Any = getattr(slot, "shared", None)
-        experts = (
-            {"num_local_experts": slot.num_experts, "num_experts_per_tok": slot.top_k}
-            if shared
-            else {"num_local_experts": 0}
-        )
-        return keys | experts | {
-            "intermediate_size": slot.hidden_dim, "shared_intermediate_size": (shared or slot).hidden_dim,
+        _, _, attention = r.split_kinds(config.model.decoder, Mamba2.Config)
+        keys |= {"num_local_experts": 0, "shared_intermediate_size": slot.hidden_dim}
+        if not isinstance(slot, GatedFeedForward.Config):
+            keys |= {"num_local_experts": slot.num_experts, "num_experts_per_tok": slot.top_k}
+            keys["shared_intermediate_size"] = slot.shared.hidden_dim
+        return keys | {
+            "intermediate_size": slot.hidden_dim,
             "attention_multiplier": attention.scale, "position_embedding_type": "rope" if attention.position else "nope",
         }  # fmt: skip
 
@@ -169,18 +125,18 @@ class Bamba(MambaHybrid):
     fixed: ClassVar = {**MambaHybrid.fixed, "mlp_bias": False}
     fraction = 0.5
     rules: ClassVar = (
-        *d.OUTER_RULES, *d.NORM_RULES, *d.ATTENTION_RULES, *MAMBA_RULES, *d.feed_forward_rules(theirs="feed_forward"),
-        Rule("decoder.norm.weight", "model.final_layernorm.weight"),
+        *MAMBA_RULES, *d.feed_forward_rules(theirs="feed_forward"), Rule("decoder.norm.weight", "model.final_layernorm.weight"),
         Rule(f"{d.OURS}.feed_forward_norm.weight", f"{d.THEIRS}.pre_ff_layernorm.weight"),
     )  # fmt: skip
 
     def layer_types(self, hf: Settings) -> list[str]:
-        """Return `mamba` or `attention` for each layer."""
+        """Return the kind of each layer."""
         places = hf.get("attn_layer_indices") or ()
-        return ["attention" if i in places else "mamba" for i in range(hf.need("num_hidden_layers"))]
+        return [r.ATTENTION if i in places else r.RECURRENT for i in range(hf.need("num_hidden_layers"))]
 
     def export_keys(self, config: Any) -> Json:
         """Return the `config.json` keys; the inverse of `settings`."""
         keys = super().export_keys(config)
-        kinds = keys.pop("layer_types")
-        return keys | {"attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == "attention"]}
+        return keys | {
+            "attn_layer_indices": [i for i, kind in enumerate(keys.pop("layer_types")) if kind == "attention"]
+        }
