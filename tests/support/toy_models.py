@@ -27,7 +27,8 @@ SIZES = {
 PUBLISHED = frozenset(
     """
     deepseek-v2-lite deepseek-v3 gemma2-2b gemma2-9b gemma3-4b gpt2-1.5b gpt2-124m mistral-7b mixtral-8x7b qwen2.5-7b qwen3-8b
-    gpt-oss-20b gpt-oss-toy qwen3-next-80b-a3b qwen3-next-toy qwen3.5-9b qwen3.5-35b-a3b bamba-9b kimi-linear-48b-a3b granite4-h-micro granite4-h-tiny
+    gpt-oss-20b gpt-oss-toy qwen3-next-80b-a3b qwen3-next-toy
+    qwen3.5-9b qwen3.5-35b-a3b bamba-9b kimi-linear-48b-a3b granite4-h-micro granite4-h-tiny
     """.split()  # noqa: SIM905
 )
 """Made from a `config.json` by the table that imports weights: the tests of that table try their parts, by family."""

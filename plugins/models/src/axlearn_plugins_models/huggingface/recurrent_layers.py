@@ -61,6 +61,11 @@ def kimi_delta_rules(theirs: str) -> tuple[Rule, ...]:
     )
 
 
+def make_kinds(count: int, attention: Sequence[int]) -> list[str]:
+    """Return the kind of each of `count` layers, given the numbers of those with attention, from 0."""
+    return [ATTENTION if i in attention else RECURRENT for i in range(count)]
+
+
 def read_kinds(hf: Settings, default: Sequence[str]) -> list[str]:
     """Return the kind of each layer, in the names of transformers 5.
 

@@ -55,9 +55,10 @@ class KimiLinear(DeepSeekV3):
 
     def settings(self, hf: Settings) -> Json:
         """Return settings for the two kinds of layers and the size of the dense layers."""
-        places, count = (hf.get("linear_attn_config") or {}).get("full_attn_layers"), hf.need("num_hidden_layers")
-        full = {i - 1 for i in places} if places else {*range(4, count, 4)}
-        kinds = r.read_kinds(hf, [r.ATTENTION if i in full else r.RECURRENT for i in range(count)])
+        count, linear = hf.need("num_hidden_layers"), hf.get("linear_attn_config") or {}
+        kinds = r.read_kinds(
+            hf, r.make_kinds(count, [i - 1 for i in linear.get("full_attn_layers", range(5, count, 4))])
+        )
         latent: Json = {"type": "latent-attention", **super().features(hf)["mla"], "query_rank": hf.get("q_lora_rank")}
         latent |= {"num_heads": hf.need("num_attention_heads"), "head_dim": hf.need("qk_nope_head_dim")}
         sizes = {k: v for k, v in super().settings(hf).items() if k.endswith("hidden_dim")}
@@ -66,10 +67,9 @@ class KimiLinear(DeepSeekV3):
     def export_keys(self, config: Any) -> Json:
         """Return the `config.json` keys; the inverse of `features` and `settings`."""
         kinds, delta, latent = r.split_kinds(config.model.decoder, GatedDeltaNet.Config)
-        keys = self.write_latent(latent) | self.write_experts(config.model.decoder.layer.feed_forward)
-        return {{v: k for k, v in NAMES.items()}.get(k, k): v for k, v in keys.items()} | r.write_kimi_delta(
-            delta, kinds
-        )
+        keys, ours = self.write_experts(config.model.decoder.layer.feed_forward), {v: k for k, v in NAMES.items()}
+        keys = {ours.get(k, k): v for k, v in keys.items()} | self.write_latent(latent)
+        return keys | r.write_kimi_delta(delta, kinds)
 
     def compatibility_keys(self, data: Json) -> Json:
         """Return nothing, because the model has no positions."""

@@ -131,8 +131,7 @@ class Bamba(MambaHybrid):
 
     def layer_types(self, hf: Settings) -> list[str]:
         """Return the kind of each layer."""
-        places = hf.get("attn_layer_indices") or ()
-        return [r.ATTENTION if i in places else r.RECURRENT for i in range(hf.need("num_hidden_layers"))]
+        return r.make_kinds(hf.need("num_hidden_layers"), hf.get("attn_layer_indices") or ())
 
     def export_keys(self, config: Any) -> Json:
         """Return the `config.json` keys; the inverse of `settings`."""
