@@ -13,9 +13,10 @@ from axlearn_plugins_models.huggingface.family import Json, Settings, unsupporte
 from axlearn_plugins_models.huggingface.table import Rule
 from axlearn_plugins_recurrent.gated_delta_net import GatedDeltaNet
 
-NAMES = {"num_experts": "n_routed_experts", "num_experts_per_token": "num_experts_per_tok", "num_expert_group": "n_group",
-         "num_shared_experts": "n_shared_experts", "moe_renormalize": "norm_topk_prob"}  # fmt: skip
-"""Keys of Kimi Linear -> those of DeepSeek-V3."""
+WRITTEN = {"n_routed_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token", "n_group": "num_expert_group",
+           "n_shared_experts": "num_shared_experts", "norm_topk_prob": "moe_renormalize"}  # fmt: skip
+READ = {theirs: name for name, theirs in WRITTEN.items()}
+"""Keys of Kimi Linear -> those of DeepSeek-V3, whose methods read them."""
 
 
 class KimiLinear(DeepSeekV3):
@@ -42,12 +43,11 @@ class KimiLinear(DeepSeekV3):
 
     def resolve(self, data: Mapping[str, Any], **more: Any) -> Any:
         """Resolve the experiment, with the keys of DeepSeek-V3. Raise `ConfigError` if a dense layer is above experts."""
-        kinds = data.get("mlp_layer_types") or ()
-        dense = kinds.count("dense") if kinds else data.get("first_k_dense_replace", 1)
-        if any((kind == "dense") != (i < dense) for i, kind in enumerate(kinds)):
+        kinds = data.get("mlp_layer_types") or ["dense"] * data.get("first_k_dense_replace", 1)
+        if [*kinds] != sorted(kinds):
             raise unsupported("mlp_layer_types", kinds, ["dense layers, then sparse layers"])
-        renamed = {NAMES.get(k, k): v for k, v in data.items() if k != "mlp_layer_types"}
-        return super().resolve({"routed_scaling_factor": 2.446, **renamed, "first_k_dense_replace": dense}, **more)
+        hf = {"routed_scaling_factor": 2.446} | {READ.get(k, k): v for k, v in data.items() if k != "mlp_layer_types"}
+        return super().resolve(hf | {"first_k_dense_replace": kinds.count("dense")}, **more)
 
     def features(self, hf: Settings) -> dict[str, Json]:
         """Return the options for the experts."""
@@ -55,10 +55,9 @@ class KimiLinear(DeepSeekV3):
 
     def settings(self, hf: Settings) -> Json:
         """Return settings for the two kinds of layers and the size of the dense layers."""
-        count, linear = hf.need("num_hidden_layers"), hf.get("linear_attn_config") or {}
-        kinds = r.read_kinds(
-            hf, r.make_kinds(count, [i - 1 for i in linear.get("full_attn_layers", range(5, count, 4))])
-        )
+        linear, count = hf.get("linear_attn_config") or {}, hf.need("num_hidden_layers")
+        full = linear.get("full_attn_layers") or range(5, count + 1, 4)  # the first layer has the number 1
+        kinds = r.read_kinds(hf, r.make_kinds(count, [i - 1 for i in full]))
         latent: Json = {"type": "latent-attention", **super().features(hf)["mla"], "query_rank": hf.get("q_lora_rank")}
         latent |= {"num_heads": hf.need("num_attention_heads"), "head_dim": hf.need("qk_nope_head_dim")}
         sizes = {k: v for k, v in super().settings(hf).items() if k.endswith("hidden_dim")}
@@ -67,9 +66,8 @@ class KimiLinear(DeepSeekV3):
     def export_keys(self, config: Any) -> Json:
         """Return the `config.json` keys; the inverse of `features` and `settings`."""
         kinds, delta, latent = r.split_kinds(config.model.decoder, GatedDeltaNet.Config)
-        keys, ours = self.write_experts(config.model.decoder.layer.feed_forward), {v: k for k, v in NAMES.items()}
-        keys = {ours.get(k, k): v for k, v in keys.items()} | self.write_latent(latent)
-        return keys | r.write_kimi_delta(delta, kinds)
+        keys = self.write_experts(config.model.decoder.layer.feed_forward) | r.write_kimi_delta(delta, kinds)
+        return {WRITTEN.get(k, k): v for k, v in (keys | self.write_latent(latent)).items()}
 
     def compatibility_keys(self, data: Json) -> Json:
         """Return nothing, because the model has no positions."""
