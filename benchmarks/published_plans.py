@@ -28,6 +28,12 @@ TARGETS = {
     "qwen3-8b": "h100-8x32",
     "qwen3-30b-a3b": "h100-8x64",
     "qwen3-next-80b-a3b": "h100-8x32",
+    "qwen3.5-9b": "h100-8x32",
+    "qwen3.5-35b-a3b": "h100-8x32",
+    "granite4-h-micro": "h100-8x32",
+    "granite4-h-tiny": "h100-8x32",
+    "bamba-9b": "h100-8x32",
+    "kimi-linear-48b-a3b": "h100-8x64",
     "gpt-oss-20b": "h100-8x32",
     "deepseek-v2-lite": "h100-8x32",
     "deepseek-v3": "h100-8x256",
@@ -68,6 +74,11 @@ TPU_TARGETS = {
     "deepseek-v3": "tpu-v5p-4096",
     "gpt-oss-20b": "tpu-v5p-512",
     "qwen3-next-80b-a3b": "tpu-v5p-1024",
+    "qwen3.5-9b": "tpu-v5p-512",
+    "qwen3.5-35b-a3b": "tpu-v5p-1024",
+    "granite4-h-micro": "tpu-v5p-512",
+    "bamba-9b": "tpu-v5p-512",
+    "kimi-linear-48b-a3b": "tpu-v5p-1024",
 }
 """A TPU target that fits, for one experiment of each `model_type`."""
 

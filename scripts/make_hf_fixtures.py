@@ -15,13 +15,14 @@ import argparse
 import copy
 import functools
 import json
+import re
 import shutil
 from pathlib import Path
 
 import tokenizers
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 PLUGINS = Path(__file__).parents[1] / "tests/plugins"
@@ -80,6 +81,49 @@ DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 1000000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+MAMBA = {
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+}
+FACTORS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
+KIMI_LINEAR = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "linear_attn_config": {
+        "full_attn_layers": [2],
+        "kda_layers": [1, 3],
+        "num_heads": 3,
+        "head_dim": 8,
+        "short_conv_kernel_size": 3,
+    },
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+    "num_expert_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 20}
 GROUPS = {
     "num_hidden_layers": 3,
@@ -104,7 +148,11 @@ GRANITE = {
     "logits_scaling": 0.5,
 }
 
-# name -> (class, config, options): shards, gradients, a model_type that transformers does not have
+TEXT_MODELS = {"Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe"}
+"""Models with images, whose text models have configs of their own."""
+
+# name -> (class, config, options): shards, gradients, a model_type that transformers does not have, names of published
+# tensors that transformers writes differently
 MODELS = {
     "llama2": ("Llama", {"num_key_value_heads": 4}, {"gradients": True}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}, {"shard": "20KB"}),
@@ -189,6 +237,19 @@ MODELS = {
     "gemma": ("Gemma", {"head_dim": 16, "num_key_value_heads": 1, "attention_bias": True}, {}),
     "gpt-neox": ("GPTNeoX", {"num_attention_heads": 2}, {}),
     "gpt-neox-sequential": ("GPTNeoX", {"num_attention_heads": 2, "use_parallel_residual": False, "attention_bias": False}, {}),
+    "qwen3.5": ("Qwen3_5", {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 2, **DELTA_NET,
+                            "rope_parameters": MROPE, "tie_word_embeddings": True}, {}),
+    "qwen3.5-moe": ("Qwen3_5Moe", {"head_dim": 16, "num_hidden_layers": 3, "full_attention_interval": 3, **DELTA_NET,
+                                   **SHARED_EXPERT, "rope_parameters": MROPE, "num_experts": 3,
+                                   "num_experts_per_tok": 2, "moe_intermediate_size": 12}, {}),
+    "granite-hybrid": ("GraniteMoeHybrid", {**MAMBA, **FACTORS, "num_local_experts": 0, "shared_intermediate_size": 40,
+                                            "position_embedding_type": "rope",
+                                            "layer_types": ["full_attention", "linear_attention", "linear_attention"]}, {}),
+    "granite-hybrid-moe": ("GraniteMoeHybrid", {**MAMBA, **FACTORS, "num_local_experts": 3, "shared_intermediate_size": 20,
+                                                "intermediate_size": 16, "position_embedding_type": "nope",
+                                                "layer_types": ["linear_attention", "full_attention", "linear_attention"]}, {}),
+    "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1]}, {}),
+    "kimi-linear": ("KimiLinear", KIMI_LINEAR, {"rename": (r"\.block_sparse_moe\.(\w+_proj)\.", r".mlp.\1.")}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, {}),
 }  # fmt: skip
 
@@ -206,7 +267,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 def build(kind: str, more: dict, seed: int) -> torch.nn.Module:
     """The model, with weights that bfloat16 holds exactly."""
-    prefix = f"{kind}Text" if kind in ("Gemma3", "Llama4") else kind
+    prefix = f"{kind}Text" if kind in TEXT_MODELS else kind
     sizes = {"bos_token_id": 1, "eos_token_id": 2} if kind == "GPT2" else SIZES
     config = getattr(transformers, f"{prefix}Config")(**{**sizes, **more}, attn_implementation="eager")
     head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
@@ -338,6 +399,9 @@ def make(name: str, folder: Path, first: int) -> None:
         for parameter in model.parameters():
             parameter.grad = None
     model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=options.get("shard", "50GB"))
+    if rename := options.get("rename"):
+        tensors = load_file(folder / "model.safetensors")
+        save_file({re.sub(*rename, n): t for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     (folder / "generation_config.json").unlink(missing_ok=True)
     config = json.loads((folder / "config.json").read_text())
     config["model_type"] = options.get("model_type", config["model_type"])

@@ -30,10 +30,11 @@ def text_types() -> list[str]:
 def experiments() -> dict[str, list[str]]:
     """model_type -> its experiments."""
     result: dict[str, list[str]] = {}
+    types = text_types()
     for entry in registry().entries("experiments"):
-        written = re.search(r'published_model\(\s*"(\w+)"', inspect.getsource(entry.load()))
-        if written is not None:
-            result.setdefault(written[1], []).append(entry.name)
+        named = [name for name in re.findall(r'"(\w+)"', inspect.getsource(entry.load())) if name in types]
+        if named:
+            result.setdefault(named[0], []).append(entry.name)
         elif "decoder" in children(registry().experiment(entry.name).model):
             result.setdefault(find_family(registry().experiment(entry.name))[0].model_type, []).append(entry.name)
     return result

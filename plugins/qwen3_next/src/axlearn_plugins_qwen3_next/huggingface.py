@@ -1,4 +1,4 @@
-"""Qwen3-Next in Hugging Face format."""
+"""Qwen3-Next and the text models of Qwen3.5 in Hugging Face format."""
 
 from typing import Any, ClassVar
 
@@ -36,6 +36,17 @@ def linear_attention_rules() -> tuple[Rule, ...]:
     )
 
 
+def separate_rules() -> tuple[Rule, ...]:
+    """Return the rules of Qwen3.5, whose files do not mix the projections of a gated DeltaNet by head."""
+    heads, parts = "(n h)* d -> d n h", ("query", "key", "value")
+    return (
+        Rule(tuple(f"{OURS}.{p}.weight" for p in parts), f"{LINEAR}.in_proj_qkv.weight", heads, within=GatedDeltaNet),
+        Rule(f"{OURS}.gate.weight", f"{LINEAR}.in_proj_z.weight", heads.replace("*", ""), within=GatedDeltaNet),
+        Rule(f"{OURS}.strength.weight", f"{LINEAR}.in_proj_b.weight", "n d -> d n", within=GatedDeltaNet),
+        Rule(f"{OURS}.decay.weight", f"{LINEAR}.in_proj_a.weight", "n d -> d n", within=GatedDeltaNet),
+    )
+
+
 class Qwen3Next(Family):
     """Qwen3-Next: three layers with a gated DeltaNet for each layer with gated attention, and experts in every layer."""
 
@@ -53,6 +64,8 @@ class Qwen3Next(Family):
     fixed: ClassVar = {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu"}
     unused_keys: ClassVar = ("intermediate_size",)
     ignored: ClassVar = ("mtp.*",)
+    experts: ClassVar[dict[str, Json]] = {"moe": {"shared_experts": 1}}
+    image_entries: ClassVar = ("mrope_section", "mrope_interleaved")  # they divide frequencies among axes of images
     rules: ClassVar = (
         *d.mixture_rules(),
         *d.feed_forward_rules("feed_forward.shared", "mlp.shared_expert"),
@@ -87,13 +100,15 @@ class Qwen3Next(Family):
             "key_dim": hf.need("linear_key_head_dim"),
             "value_dim": hf.need("linear_value_head_dim"),
         }
-        return {"gated-delta-net": {**linear, "attention_every": self.interval(hf)}, "moe": {"shared_experts": 1}}
+        return {"gated-delta-net": {**linear, "attention_every": self.interval(hf)}, **self.experts}
 
     def settings(self, hf: Settings) -> Json:
         """Return settings for the norms, gated attention, and the gate of the shared expert."""
         eps, last = float(hf.get("rms_norm_eps", 1e-6)), self.interval(hf) - 1
         norm = {"type": "rms-norm", "eps": eps, "offset": 1.0, "init": {"type": "constant-initializer"}}
         rope = parameters(hf)
+        for name in self.image_entries:
+            rope.pop(name, None)
         fraction = rope.pop(ROTARY, 0.25)
         attention = {
             "type": "attention",
@@ -108,7 +123,7 @@ class Qwen3Next(Family):
         return {
             f"{d.LAYER}.norm": norm,
             "model.decoder.norm": norm,
-            f"{d.FEED_FORWARD}.shared_gate": {"type": "linear"},
+            **({f"{d.FEED_FORWARD}.shared_gate": {"type": "linear"}} if self.experts else {}),
             f"{d.ATTENTION}.children.{last}": attention,
             **{f"{d.ATTENTION}.children.{i}.{name}": v for i in range(last) for name, v in linear.items()},
         }
@@ -133,9 +148,29 @@ class Qwen3Next(Family):
             "linear_value_head_dim": linear.value_dim or linear.key_dim,
             "linear_conv_kernel_dim": linear.convolution.width,
             "rope_parameters": {**write_rope(attention.position), ROTARY: attention.position.fraction},
-            "intermediate_size": 3 * decoder.hidden_dim,
         }
 
     def compatibility_keys(self, data: Json) -> Json:
         """Return the RoPE keys that other versions of transformers need."""
-        return {**missing_forms(data), ROTARY: data["rope_parameters"][ROTARY]}
+        hidden = {} if "intermediate_size" in data else {"intermediate_size": 3 * data["hidden_size"]}
+        return {**missing_forms(data), ROTARY: data["rope_parameters"][ROTARY], **hidden}
+
+
+class Qwen35Moe(Qwen3Next):
+    """The text model of Qwen3.5 with experts; the weights of a token's experts sum to 1."""
+
+    architectures = ("Qwen3_5MoeForCausalLM",)
+    keys: ClassVar = {name: key for name, key in Qwen3Next.keys.items() if name != "norm_topk_prob"}
+    fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu"}
+    rules: ClassVar = (*Qwen3Next.rules, *separate_rules())
+    experts: ClassVar = {"moe": {"shared_experts": 1, "router": {"type": "softmax-router", "normalize": True}}}
+
+
+class Qwen35(Qwen35Moe):
+    """The text model of Qwen3.5 without experts."""
+
+    architectures = ("Qwen3_5ForCausalLM",)
+    keys: ClassVar = {**d.SIZES, "tie_word_embeddings": d.TIED, "intermediate_size": f"{d.FEED_FORWARD}.hidden_dim"}
+    unused_keys = ()
+    rules: ClassVar = (*Qwen35Moe.rules, *d.feed_forward_rules())
+    experts: ClassVar = {}

@@ -1,10 +1,12 @@
 """Families: tables that cover the models in both directions, and weights sharded over many devices."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from axlearn_core.compose import Functional, compose
 from axlearn_core.config import patch
@@ -220,3 +222,39 @@ def test_older_files_say_the_same(model_type):
 def test_a_pattern_that_loses_an_axis_is_refused(pattern):
     with pytest.raises(ValueError, match="both sides"):
         Axes.parse(pattern)
+
+
+@pytest.mark.slow
+def test_kimi_linear_reads_both_names_of_its_dense_layers(tmp_path):
+    """Published files call them `mlp`, and files that transformers wrote `block_sparse_moe`."""
+    folder = shutil.copytree(HF_FIXTURES / "kimi-linear", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("layers.0.mlp", "layers.0.block_sparse_moe"): x for name, x in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, folder / "model.safetensors")
+    assert bits(open_model(folder)) == bits(open_model(HF_FIXTURES / "kimi-linear"))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("granite-hybrid", "time_step_limit", [0.1, 5.0]),
+        ("granite-hybrid", "layer_types", ["mamba", "convolution", "mamba"]),
+        ("granite-hybrid", "layer_types", ["mamba"]),
+        ("bamba", "mamba_proj_bias", True),
+        ("kimi-linear", "mlp_layer_types", ["sparse", "dense", "sparse"]),
+        ("kimi-linear", "mla_use_nope", False),
+        ("qwen3.5", "layer_types", ["full_attention", "linear_attention", "linear_attention"]),
+    ],
+)
+def test_hybrid_models_refuse_what_they_cannot_compute(name, key, value):
+    data = json.loads((HF_FIXTURES / name / "config.json").read_text())
+    with pytest.raises(RequestError, match=f"config.json: {key}"):
+        family(data["model_type"]).resolve({**data, key: value})
+
+
+def test_a_model_with_one_kind_of_layers_is_not_a_hybrid():
+    data = json.loads((HF_FIXTURES / "bamba/config.json").read_text())
+    config = family("bamba").resolve({**data, "attn_layer_indices": []})[0].config
+    with pytest.raises(RequestError, match="the model has only one"):
+        family("bamba").config_json(config)

@@ -12,6 +12,7 @@ from axlearn_plugins_models.huggingface.published_config import published_model
 # these parts, too. Gemma 3 and Llama 4 are without the vision tower and its projection.
 TOTALS = {
     "apertus-8b": 8_053_338_176,
+    "bamba-9b": 9_780_235_392,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_404_352,
     "deepseek-v3.2": 671_877_929_216,
@@ -35,6 +36,9 @@ TOTALS = {
     "hunyuan-a13b": 80_393_183_232,
     "k-exaone": 236_571_150_336,
     "kimi-k2": 1_026_408_209_408,
+    "granite4-h-micro": 3_191_396_096,
+    "granite4-h-tiny": 6_939_037_248,
+    "kimi-linear-48b-a3b": 49_122_675_072,
     "llama2-70b": 68_976_648_192,
     "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248,
@@ -55,6 +59,8 @@ TOTALS = {
     "qwen3-next-80b-a3b": 79_674_391_296,
     "stablelm-3b": 2_795_443_200,
     "stablelm2-1.6b": 1_644_515_328,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.5-9b": 8_953_803_264,
 }
 
 

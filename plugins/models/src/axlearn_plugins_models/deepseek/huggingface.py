@@ -71,11 +71,16 @@ class DeepSeekV3(SharedExperts):
         if attention.scale is not None and rope["rope_type"] == "yarn":
             sharper = (attention.scale * (attention.head_dim + attention.rope_head_dim) ** 0.5) ** 0.5
             rope = write_mscale(rope, sharper)
-        return super().export_keys(config) | {
+        keys = {"rope_parameters": rope, "rope_interleave": attention.position.interleaved}
+        return super().export_keys(config) | keys | self.write_latent(attention)
+
+    def write_latent(self, attention: Any) -> Json:
+        """Return the keys of latent attention."""
+        return {
             "kv_lora_rank": attention.kv_rank, "q_lora_rank": attention.query_rank,
-            "qk_rope_head_dim": attention.rope_head_dim, "v_head_dim": attention.value_head_dim,
-            "num_key_value_heads": attention.num_heads, "rope_parameters": rope,
-            "rope_interleave": attention.position.interleaved,
+            "qk_nope_head_dim": attention.head_dim, "qk_rope_head_dim": attention.rope_head_dim,
+            "v_head_dim": attention.value_head_dim, "num_attention_heads": attention.num_heads,
+            "num_key_value_heads": attention.num_heads,
         }  # fmt: skip
 
     def write_router(self, router: Any) -> Json:

@@ -78,9 +78,13 @@ class SharedExperts(Family):
         return super().settings(hf) | ({f"{d.FEED_FORWARD}.first.*.hidden_dim": size} if self.dense_layers(hf) else {})
 
     def export_keys(self, config: Any) -> Json:
-        """Return the `config.json` keys of the experts; the inverse of `features` and `settings`."""
+        """Return the `config.json` keys; the inverse of `features` and `settings`."""
+        return super().export_keys(config) | self.write_experts(config)
+
+    def write_experts(self, config: Any) -> Json:
+        """Return the keys of the experts and of the dense layers."""
         experts, dense = experts_of(config)
-        return super().export_keys(config) | {
+        return {
             self.num_experts: experts.num_experts,
             self.num_shared: experts.shared.hidden_dim // experts.hidden_dim if experts.shared else 0,
             "num_experts_per_tok": experts.top_k, "moe_intermediate_size": experts.hidden_dim,
