@@ -9,7 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
-API, TREE = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?"), re.compile(r"/api/models/([^/]+/[^/]+)/tree/(.+)")
+API, TREE = (
+    re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?"),
+    re.compile(r"/api/models/([^/]+/[^/]+)/tree/(.+)"),
+)
 FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
@@ -31,7 +34,9 @@ class Hub:
     def add(self, name, directory, revision="main", **more):
         """Add a revision of a repository from a directory, with more files."""
         files = {f.relative_to(directory).as_posix(): f.read_bytes() for f in directory.rglob("*") if f.is_file()}
-        self.repositories.setdefault(name, {})[revision] = files | {k: v.encode() for k, v in more.pop("files", {}).items()}
+        self.repositories.setdefault(name, {})[revision] = files | {
+            k: v.encode() for k, v in more.pop("files", {}).items()
+        }
 
     def find(self, name, revision):
         """Return the (commit, files) of a revision, or the code of an error."""

@@ -18,7 +18,19 @@ from axlearn_plugins_models.huggingface.members import INDEX, SIDE_FILES, SINGLE
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@([^@\s]+))?")
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.h5", "*.msgpack", "*.npz")
+_WEIGHTS = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.ggml",
+    "*.onnx",
+    "*.h5",
+    "*.msgpack",
+    "*.npz",
+)
 """Formats of weights that the error for a repository without safetensors lists."""
 _OTHER_INDEXES = "*.bin.index.json"
 
