@@ -18,7 +18,19 @@ from axlearn_plugins_models.huggingface.members import INDEX, SIDE_FILES, SINGLE
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@([^@\s]+))?")
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.h5", "*.msgpack", "*.npz")
+_WEIGHTS = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.ggml",
+    "*.onnx",
+    "*.h5",
+    "*.msgpack",
+    "*.npz",
+)
 """Formats of weights that the error for a repository without safetensors lists."""
 _OTHER_INDEXES = "*.bin.index.json"
 
@@ -103,8 +115,8 @@ def download(name: HubName) -> Path:
         return _cached(name, error)
     names = [file.rfilename for file in info.siblings or ()]
     try:
-        wanted = [*side_files(names), *_weights(name, names, str(info.sha))]
-        return _snapshot(name, wanted)
+        selection = [*side_files(names), *_weights(name, names, str(info.sha))]
+        return _snapshot(name, selection)
     except RequestError:
         raise
     except Exception as error:
@@ -148,11 +160,11 @@ def _weights(name: HubName, names: list[str], commit: str) -> list[str]:
     )
 
 
-def _snapshot(name: HubName, wanted: list[str]) -> Path:
+def _snapshot(name: HubName, selection: list[str]) -> Path:
     """Download files, or find them in the cache."""
     from huggingface_hub import snapshot_download
 
-    patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in wanted]
+    patterns = [re.sub(r"([*?[])", r"[\1]", file) for file in selection]
     return Path(snapshot_download(name.repository, revision=name.revision, allow_patterns=patterns))
 
 
@@ -173,7 +185,7 @@ def _refusal(name: HubName, error: Exception) -> RequestError | None:
     """Return the error for an answer of the hub that retrying does not change, or None for any other error."""
     from huggingface_hub import constants, errors
 
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     if isinstance(error, errors.GatedRepoError):
         page = f"{constants.ENDPOINT}/{name.repository}"
         return RequestError(
