@@ -17,7 +17,13 @@ from axlearn_plugins_transformer.attention import Attention, AttentionLayer
 from axlearn_plugins_transformer.cache_spec import empty_cache, spec_of
 from axlearn_plugins_transformer.embedding import Embedding, OutputHead, PositionEmbedding, TokenEmbedding
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
-from axlearn_plugins_transformer.layer_roles import OutputHeadRole, SequentialRole, SplitDecoderRole, SplitLayerRole, WidthRole
+from axlearn_plugins_transformer.layer_roles import (
+    OutputHeadRole,
+    SequentialRole,
+    SplitDecoderRole,
+    SplitLayerRole,
+    WidthRole,
+)
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 from axlearn_plugins_transformer.stack import LayerStack, Stack, StackLayer, each_layer, unstack
 from axlearn_plugins_transformer.stack_layers import join_inputs, split_inputs
