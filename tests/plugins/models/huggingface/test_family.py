@@ -212,3 +212,12 @@ def test_older_files_say_the_same(model_type):
 def test_a_pattern_that_loses_an_axis_is_refused(pattern):
     with pytest.raises(ValueError, match="both sides"):
         Axes.parse(pattern)
+
+
+@pytest.mark.parametrize(("base_width", "lost"), [(4096, []), (1024, ["scale", "output_multiplier"])])
+def test_factors_that_depend_on_the_width_are_exported_as_numbers(base_width, lost):
+    """At the base width, they are those of Llama. At others, its format has no key for them."""
+    config = resolve("llama2-7b", with_=[f"mup:base_width={base_width}"]).config
+    llama = family("llama")
+    changes = llama.differences(llama.config_json(config), config)
+    assert [change.path.rpartition(".")[2] for change in changes] == lost
