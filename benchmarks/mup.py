@@ -92,17 +92,17 @@ class Run:
 
     def _measure(self, params, variables, batch):
         """Return the RMS of each tagged activation, and the logits."""
-        found = {}
+        sizes = {}
 
         def record(x, name):
-            found.setdefault(name, []).append(jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))))
+            sizes.setdefault(name, []).append(jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))))
             return x
 
         with selection.use(selection.Selection(platform="cpu")), mock.patch.object(remat, "checkpoint_name", record):
             model = self.functional.bind(params, variables)
             hidden, _ = model.hidden_states(batch)
             logits = model.logits(hidden)
-        return {name: jnp.stack(values) for name, values in found.items()}, logits
+        return {name: jnp.stack(values) for name, values in sizes.items()}, logits
 
     def coordinates(self, seed, batches):
         """Train on the batches. Return the log RMS of each activation after each step."""

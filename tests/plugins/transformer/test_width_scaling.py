@@ -108,17 +108,17 @@ MATRICES = [
 
 @pytest.mark.parametrize("optimizer", [AdamW(), configure(optax.lion, learning_rate=0.01)])
 def test_matrices_with_a_growing_fan_in_learn_at_a_lower_rate(optimizer):
-    found = rates(optimizer, MATRICES)
-    assert found["table"] == pytest.approx(1)
+    factors = rates(optimizer, MATRICES)
+    assert factors["table"] == pytest.approx(1)
     expected = [0.25, 0.25, 0.25, 0.25, 0.25, 1, 1, 1, 1, 1]
-    assert [found[str(i)] for i in range(len(MATRICES))] == pytest.approx(expected, rel=1e-3)
+    assert [factors[str(i)] for i in range(len(MATRICES))] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(("latents", "expected"), [("grow", 0.25), ("fixed", 1.0)])
 def test_the_ranks_of_latent_attention_grow_or_are_fixed(latents, expected):
     latent = [(("embed", "heads", "head_dim"), (96, 4, 16))]  # the rank, 96, is the input
-    found = rates(AdamW(), latent, latents=latents)
-    assert found["0"] == pytest.approx(expected, rel=1e-3)
+    factors = rates(AdamW(), latent, latents=latents)
+    assert factors["0"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_other_rules_multiply_their_scales():
