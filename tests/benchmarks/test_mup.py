@@ -16,5 +16,5 @@ def test_activations_keep_their_size_only_with_mup():
     names = with_mup.keys() - {"logits"}
     assert {"query", "context", "mlp_hidden", "mlp_out"} <= names
     assert max(abs(slope) for name in names for slope in with_mup[name]) < 0.05
-    assert max(without[name][-1] for name in names) > 0.3
+    assert max(without[name][-1] for name in names) > 0.2
     assert not math.isnan(with_mup["logits"][-1])
