@@ -104,9 +104,9 @@ class WidthInitializer(Node[Initializer]):
         if "embed" not in axes or not isinstance(base, SCALED_INITIALIZERS):
             return 1.0
         ratio = shape[axes.index("embed")] / self.base_width
-        wanted = ratio ** _init_exponent(axes)
+        target = ratio ** _init_exponent(axes)
         if not isinstance(base, VarianceScaling):
-            return wanted
+            return target
 
         def fan(sizes: Sequence[float]) -> float:
             fan_in, fan_out = _product(sizes, in_axis), _product(sizes, out_axis)
@@ -117,7 +117,7 @@ class WidthInitializer(Node[Initializer]):
         for dims in (in_axis, out_axis):
             if _grows([axes[i] for i in dims]):
                 base_sizes[dims[0]] /= ratio
-        return wanted * (fan(shape) / fan(base_sizes)) ** 0.5
+        return target * (fan(shape) / fan(base_sizes)) ** 0.5
 
 
 def _init_exponent(axes: Sequence[str | None]) -> float:
