@@ -3,9 +3,10 @@
     python benchmarks/mup.py coordinates [--models dense,moe] [--optimizer adamw] [--widths 64,128,256,512] [--seeds 5]
     python benchmarks/mup.py rates [--widths 128,256,512,1024] [--steps 60] [--seeds 2]
 
-`coordinates` trains five steps at each width. For each activation tag, it fits the slope of the log RMS against the log width, with and
-without the feature `mup`. It prints the slopes with the smallest and the largest value over the steps. The logits begin smaller in wider
-models, so their row is that of their change since the first step. `rates` prints the final loss for each width and learning rate.
+`coordinates` trains five steps at each width. For each activation tag, it fits the slope of the log RMS against the log width, with
+and without the feature `mup`, and prints the smallest and the largest slope of the steps. The row of the logits is about their
+change since the start, because wider models begin with smaller logits. `rates` prints the final loss for each width and learning
+rate.
 """
 
 import argparse
@@ -91,31 +92,31 @@ class Run:
 
     def _measure(self, params, variables, batch):
         """Return the RMS of each tagged activation, and the logits."""
-        found = {}
+        sizes = {}
 
         def record(x, name):
-            found.setdefault(name, []).append(jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))))
+            sizes.setdefault(name, []).append(jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))))
             return x
 
         with selection.use(selection.Selection(platform="cpu")), mock.patch.object(remat, "checkpoint_name", record):
             model = self.functional.bind(params, variables)
             hidden, _ = model.hidden_states(batch)
             logits = model.logits(hidden)
-        return {name: jnp.stack(values) for name, values in found.items()}, logits
+        return {name: jnp.stack(values) for name, values in sizes.items()}, logits
 
     def coordinates(self, seed, batches):
-        """Train on the batches. Return the log RMS of each activation after each step, and the last loss."""
+        """Train on the batches. Return the log RMS of each activation after each step."""
         params, variables = self._init(jax.random.key(seed))
         state = self.learner.init(params)
-        first, rows, loss = None, [], None
+        first, rows = None, []
         for batch in batches:
-            params, state, loss = self._step(params, variables, state, batch)
+            params, state, _ = self._step(params, variables, state, batch)
             if first is None:
                 _, first = self._observe(*self._init(jax.random.key(seed)), batches[0])
             sizes, logits = self._observe(params, variables, batches[0])
             sizes["logits"] = jnp.sqrt(jnp.mean(jnp.square(logits - first)))[None]
             rows.append({name: np.log(np.asarray(value)) for name, value in sizes.items()})
-        return rows, float(loss)
+        return rows
 
     def final_loss(self, seed, batches):
         """Train on the batches. Return the mean loss of the last tenth, or infinity if it is not finite."""
@@ -148,7 +149,7 @@ def fit_slopes(model, optimizer, widths, seeds, *, base_width, steps=5):
     for width in widths:
         run = Run(experiment(model, optimizer, width, RATES[optimizer], base_width=base_width), steps)
         for seed in range(seeds):
-            rows, _ = run.coordinates(seed, draw_batches(steps, seed))
+            rows = run.coordinates(seed, draw_batches(steps, seed))
             for step, row in enumerate(rows):
                 for name, value in row.items():
                     sizes.setdefault((name, step), {}).setdefault(width, []).append(value.mean())

@@ -1,5 +1,7 @@
 """Factors of muP by logical axes and shapes: initial values, learning rates, logits and attention scores."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,9 +59,8 @@ HIDDEN = [("embed", "mlp"), ("heads", "head_dim", "embed")]
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
 def test_initial_values_scale_by_the_kind_of_parameter(axes):
     """A fixed standard deviation shrinks by the exponent of the kind; a fan-in already includes that of hidden matrices."""
-    shape, ratio, sides = SHAPES[axes], 4.0, {"in_axis": (0,), "out_axis": (-1,)}
-    if axes[0] == "heads":
-        sides["in_axis"] = (0, 1)
+    shape, ratio = SHAPES[axes], 4.0
+    sides = {"in_axis": (0, 1) if axes[0] == "heads" else (0,), "out_axis": (-1,)}
     exponent = -0.5 if axes in HIDDEN else -1.0 if axes in ROUTER else 0.0
 
     def draw(init):
@@ -87,7 +88,8 @@ def rates(optimizer, names, **options):
     shapes = {"table": (32, WIDTH), **{str(i): shape for i, (_, shape) in enumerate(names)}}
     axes = {"table": ("vocab", "embed"), **{str(i): axis for i, (axis, _) in enumerate(names)}}
     params = {p: jax.ShapeDtypeStruct(s, jnp.float32) for p, s in shapes.items()}
-    return WidthRule(base_width=64, **options).scale_updates(params, axes, dict.fromkeys(params, optimizer))
+    optimizers: dict[str, Any] = dict.fromkeys(params, optimizer)
+    return WidthRule(base_width=64, **options).scale_updates(params, axes, optimizers)
 
 
 MATRICES = [
@@ -106,17 +108,17 @@ MATRICES = [
 
 @pytest.mark.parametrize("optimizer", [AdamW(), configure(optax.lion, learning_rate=0.01)])
 def test_matrices_with_a_growing_fan_in_learn_at_a_lower_rate(optimizer):
-    found = rates(optimizer, MATRICES)
-    assert found["table"] == pytest.approx(1)
+    factors = rates(optimizer, MATRICES)
+    assert factors["table"] == pytest.approx(1)
     expected = [0.25, 0.25, 0.25, 0.25, 0.25, 1, 1, 1, 1, 1]
-    assert [found[str(i)] for i in range(len(MATRICES))] == pytest.approx(expected, rel=1e-3)
+    assert [factors[str(i)] for i in range(len(MATRICES))] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(("latents", "expected"), [("grow", 0.25), ("fixed", 1.0)])
 def test_the_ranks_of_latent_attention_grow_or_are_fixed(latents, expected):
     latent = [(("embed", "heads", "head_dim"), (96, 4, 16))]  # the rank, 96, is the input
-    found = rates(AdamW(), latent, latents=latents)
-    assert found["0"] == pytest.approx(expected, rel=1e-3)
+    factors = rates(AdamW(), latent, latents=latents)
+    assert factors["0"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_other_rules_multiply_their_scales():

@@ -12,6 +12,6 @@ from axlearn_core.config.yaml_file import Document, parse
 __all__ = [
     "ABSENT", "REQUIRED", "Change", "Configurable", "Decoder", "Document", "Names", "Node", "QualifiedNames", "Scaled",
     "check", "configure", "diff", "dump", "encode", "factor_of", "find", "find_missing", "flatten", "get", "get_fields",
-    "get_options", "interface", "map", "matches", "node", "offers", "parse", "patch", "replace_config", "setting", "size_of", "walk",
-    "with_subclass",
+    "get_options", "interface", "map", "matches", "node", "offers", "parse", "patch", "replace_config", "setting", "size_of",
+    "walk", "with_subclass",
 ]  # fmt: skip

@@ -70,7 +70,16 @@ def width_scale(optimizer: Node[Any], axes: tuple[str | None, ...], growth: Grow
     return adam_width_scale(growth) if type(optimizer).owner in _ADAM_LIKE else None
 
 
-_ADAM_LIKE = (optax.adam, optax.adamw, optax.adamax, optax.adamaxw, optax.amsgrad, optax.lion, optax.nadam, optax.nadamw)
+_ADAM_LIKE = (
+    optax.adam,
+    optax.adamw,
+    optax.adamax,
+    optax.adamaxw,
+    optax.amsgrad,
+    optax.lion,
+    optax.nadam,
+    optax.nadamw,
+)
 
 
 Optimizer = optax.GradientTransformation

@@ -42,8 +42,9 @@ def name_stack_axis(module: Any, name: str) -> None:
 def matrix_dimensions(names: Sequence[str | None]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the input and output dimensions of a weight matrix, or None if the parameter is a vector, such as a norm or a bias.
 
-    `layers` and `experts` are batches of matrices, except in the weight of a router, `[embed, experts]`. In a projection back to the
-    residual stream, `embed` is the last dimension and is the output. `rank` is the output of the first factor of a factored matrix.
+    `layers` and `experts` are batches of matrices, except in the weight of a router, `[embed, experts]`. In a projection back to
+    the residual stream, `embed` is the last dimension and is the output. `rank` is the output of the first factor of a factored
+    matrix.
 
     Args:
         names: Logical axis name of each dimension.

@@ -37,8 +37,8 @@ class Embedding(Layer):
 
         Attributes:
             scale: Multiply the vectors by sqrt(dim) (Vaswani et al., 2017).
-            multiplier: Factor applied to the vectors (the embedding multiplier of Granite): a number, or a node that builds one from
-                the width.
+            multiplier: Factor applied to the vectors (the embedding multiplier of Granite): a number, or a node that builds one
+                from the width.
             init: Initializer of the table. The default has variance 1/dim.
         """
 

@@ -28,14 +28,14 @@ Tree = TypeVar("Tree", bound=Node[Any])
 class MaximalUpdate(Feature):
     """Scales initial values, learning rates, logits and attention scores by the width (muP).
 
-    Learning rates that are tuned at the base width then suit wider models (Yang et al., 2022, arXiv 2203.03466, table 8). At the base
-    width, the feature changes nothing. It works for Adam, AdamW, Lion and Muon. If the experiment already has the feature, this sets its
-    options.
+    Learning rates that are tuned at the base width then suit wider models (Yang et al., 2022, arXiv 2203.03466, table 8). At the
+    base width, the feature changes nothing. It works for Adam, AdamW, Lion and Muon. If the experiment already has the feature,
+    this sets its options.
 
     Attributes:
         base_width: Width of the base model, whose settings were tuned.
-        base_head_dim: Size of an attention head in the base model. The default is the size at the base width with the same number of
-            heads. Set it if wider models have more heads instead of larger ones.
+        base_head_dim: Size of an attention head in the base model. The default is the size at the base width with the same number
+            of heads. Set it if wider models have more heads instead of larger ones.
         latents: Whether the ranks of latent attention (`mla`) `grow` with the width or are `fixed`.
     """
 
@@ -58,7 +58,11 @@ class MaximalUpdate(Feature):
         model = get_model_config(cfg)
         if not isinstance(model, Node):
             raise ConfigError(no_match_problem("mup", expected))
-        edit_nodes(model, lambda _, part: part if isinstance(part, WidthRole) else None, no_match=no_match_problem("mup", expected))
+        edit_nodes(
+            model,
+            lambda _, part: part if isinstance(part, WidthRole) else None,
+            no_match=no_match_problem("mup", expected),
+        )
         model = edit_nodes(model, self._factors, no_match=None)
         return edit_nodes(model, self._initializer, no_match=None, outermost=True)
 

@@ -1,7 +1,7 @@
 """Initializers, multipliers and learning rates that depend on the width as in muP.
 
-Each of these nodes compares the width of the built model with a base width. They do nothing at the base width. See Yang et al., 2022,
-arXiv 2203.03466, table 8.
+Each of these nodes compares the width of the built model with a base width, and does nothing at the base width. See Yang et al.,
+2022, arXiv 2203.03466, table 8.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax
 
-from axlearn_core.config import REQUIRED, Node, node, setting
+from axlearn_core.config import REQUIRED, Node, factor_of, node, setting
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn.learner import ParameterRule
 from axlearn_core.learn.optimizers import Axes, Growth, Optimizer, width_scale
@@ -26,17 +26,17 @@ class WidthMultiplier(Node[float]):
 
     Attributes:
         base_width: Width at which the factor is `value`.
-        value: Factor at the base width.
+        value: Factor at the base width, or a node that builds it.
         exponent: Power of width / base_width.
     """
 
     base_width: int = setting(default=REQUIRED, ge=1)
-    value: float = setting(default=1.0, gt=0)
+    value: float | Node[float] = setting(default=1.0, gt=0)
     exponent: float = -1.0
 
     def build(self, *, width: int, **_: object) -> float:
         """Return the factor at a width."""
-        return self.value * (width / self.base_width) ** self.exponent
+        return factor_of(self.value, width=width) * (width / self.base_width) ** self.exponent
 
 
 @node
@@ -46,12 +46,12 @@ class HeadScale(Node[float]):
     Attributes:
         base_width: Width of the base model. It determines the base head size if the size of a head is relative to the width.
         base_head_dim: Size of a head in the base model, or None to derive it from the base width.
-        value: Factor in the base model, or None for base_head_dim ** -0.5.
+        value: Factor in the base model, a node that builds it, or None for base_head_dim ** -0.5.
     """
 
     base_width: int = setting(default=REQUIRED, ge=1)
     base_head_dim: int | None = setting(default=None, ge=1)
-    value: float | None = setting(default=None, gt=0)
+    value: float | Node[float] | None = setting(default=None, gt=0)
 
     def build(self, *, size: int, width: int, grows: bool, **_: object) -> float:
         """Return the factor.
@@ -64,15 +64,17 @@ class HeadScale(Node[float]):
         shrink = self.base_width / width if grows else 1.0
         if self.base_head_dim is not None:
             shrink = self.base_head_dim / size
-        return size**-0.5 * shrink**0.5 if self.value is None else self.value * shrink
+        if self.value is None:
+            return size**-0.5 * shrink**0.5
+        return factor_of(self.value, size=size, width=width, grows=grows) * shrink
 
 
 @node
 class WidthInitializer(Node[Initializer]):
     """Scales the initial values of another initializer by the width, according to the logical axes of the parameter.
 
-    The variance of a hidden matrix is proportional to 1 / fan_in, and that of a router or another map to a fixed number of outputs to
-    1 / fan_in ** 2. It is constant for embeddings, output heads and all other parameters.
+    The variance of a hidden matrix is proportional to 1 / fan_in. The variance of a router, or of another map to a fixed number of
+    outputs, is proportional to 1 / fan_in ** 2. It is constant for embeddings, output heads and all other parameters.
 
     Attributes:
         base: Initializer at the base width: `normal-initializer` or `variance-scaling`. Others are used unchanged.
@@ -98,23 +100,24 @@ class WidthInitializer(Node[Initializer]):
     def _factor(
         self, axes: Sequence[str | None], shape: Sequence[int], in_axis: Sequence[int], out_axis: Sequence[int]
     ) -> float:
-        if "embed" not in axes or not isinstance(self.base, SCALED_INITIALIZERS):
+        base = self.base
+        if "embed" not in axes or not isinstance(base, SCALED_INITIALIZERS):
             return 1.0
         ratio = shape[axes.index("embed")] / self.base_width
-        wanted = ratio ** _init_exponent(axes)
-        if not isinstance(self.base, VarianceScaling):
-            return wanted
+        target = ratio ** _init_exponent(axes)
+        if not isinstance(base, VarianceScaling):
+            return target
 
         def fan(sizes: Sequence[float]) -> float:
             fan_in, fan_out = _product(sizes, in_axis), _product(sizes, out_axis)
-            return {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[self.base.mode]
+            return {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[base.mode]
 
-        # Only one axis of a group grows with the width, or several whose product does.
+        # The product of the sizes counts, so it does not matter which axis of a group grows.
         base_sizes: list[float] = list(shape)
         for dims in (in_axis, out_axis):
             if _grows([axes[i] for i in dims]):
                 base_sizes[dims[0]] /= ratio
-        return wanted * (fan(shape) / fan(base_sizes)) ** 0.5
+        return target * (fan(shape) / fan(base_sizes)) ** 0.5
 
 
 def _init_exponent(axes: Sequence[str | None]) -> float:
@@ -144,8 +147,8 @@ class WidthRule(ParameterRule):
     """Scales the learning rates of weight matrices by the width.
 
     Adam and Lion multiply the updates of hidden matrices and routers by base_width / width. Muon multiplies the updates that it
-    orthogonalizes by (base_width / width) ** 0.5. Embeddings, output heads, norms, biases and matrices with a fixed number of inputs keep
-    their learning rate. The factor also applies to the weight decay.
+    orthogonalizes by (base_width / width) ** 0.5. Embeddings, output heads, norms, biases and matrices with a fixed number of
+    inputs keep their learning rate. The factor also applies to the weight decay.
 
     Attributes:
         pattern: Parameters that the rule covers; see `ParameterRule`.
@@ -178,9 +181,7 @@ class WidthRule(ParameterRule):
             factors[path] = factor * self.learning_rate_scale
         return factors
 
-    def _growth(
-        self, path: str, shape: Sequence[int], names: tuple[str | None, ...], width: int
-    ) -> Growth | None:
+    def _growth(self, path: str, shape: Sequence[int], names: tuple[str | None, ...], width: int) -> Growth | None:
         """Return the sizes of a weight matrix, or None if the learning rate of the parameter is constant."""
         dims = matrix_dimensions(names)
         if dims is None or "vocab" in names:
@@ -221,7 +222,8 @@ def _find_width(params: Mapping[str, Any], axes: Axes) -> int:
         Problem(
             path="learner.rules",
             message="mup cannot tell the width of the model",
-            got=", ".join(f"{path} has width {width}" for width, path in widths.items()) or "no parameter with these axes",
+            got=", ".join(f"{path} has width {width}" for width, path in widths.items())
+            or "no parameter with these axes",
             expected="parameters with the logical axes `vocab` and `embed`, all of one width",
             fix="leave the feature mup out",
         )

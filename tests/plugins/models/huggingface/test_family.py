@@ -258,3 +258,12 @@ def test_a_model_with_one_kind_of_layers_is_not_a_hybrid():
     config = family("bamba").resolve({**data, "attn_layer_indices": []})[0].config
     with pytest.raises(RequestError, match="the model has only one"):
         family("bamba").config_json(config)
+
+
+@pytest.mark.parametrize(("base_width", "lost"), [(4096, []), (1024, ["scale", "output_multiplier"])])
+def test_factors_that_depend_on_the_width_are_exported_as_numbers(base_width, lost):
+    """At the base width, they are those of Llama. At others, its format has no key for them."""
+    config = resolve("llama2-7b", with_=[f"mup:base_width={base_width}"]).config
+    llama = family("llama")
+    changes = llama.differences(llama.config_json(config), config)
+    assert [change.path.rpartition(".")[2] for change in changes] == lost
