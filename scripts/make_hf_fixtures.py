@@ -269,6 +269,8 @@ def build(kind: str, more: dict, seed: int) -> torch.nn.Module:
     """The model, with weights that bfloat16 holds exactly."""
     prefix = f"{kind}Text" if kind in TEXT_MODELS else kind
     sizes = {"bos_token_id": 1, "eos_token_id": 2} if kind == "GPT2" else SIZES
+    if kind == "GPTNeoX":  # it has no such key
+        sizes = {key: value for key, value in sizes.items() if key != "num_key_value_heads"}
     config = getattr(transformers, f"{prefix}Config")(**{**sizes, **more}, attn_implementation="eager")
     head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
     model = getattr(transformers, head)(config).eval().float()

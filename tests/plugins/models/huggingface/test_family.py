@@ -27,7 +27,7 @@ MODELS = sorted(p.name for p in HF_FIXTURES.iterdir())
 
 def bits(source):
     """Return name -> bytes in the files."""
-    return {n: t.rows(0, t.shape[0]).tobytes() for n, t in source.stored.items()}
+    return {n: t.rows(0, t.shape[0] if t.shape else 1).tobytes() for n, t in source.stored.items()}
 
 
 def written(source, params):
