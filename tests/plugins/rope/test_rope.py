@@ -218,9 +218,9 @@ def test_scalings_without_a_transition():
     """Kimi K2 and Llama 4 Scout scale each pair by the whole factor, or not at all."""
     base = base_frequencies(16, 1e4)
     equal = Llama3Scaling(factor=4.0, original_length=32, low_frequency_factor=1.0, high_frequency_factor=1.0)
-    kept = 32 * base / (2 * np.pi) >= 1
-    assert 0 < kept.sum() < 8
-    np.testing.assert_allclose(equal.build()(16, 1e4).radians, np.where(kept, base, base / 4))
+    unscaled = 32 * base / (2 * np.pi) >= 1
+    assert 0 < unscaled.sum() < 8
+    np.testing.assert_allclose(equal.build()(16, 1e4).radians, np.where(unscaled, base, base / 4))
     yarn_scaled = YarnScaling(factor=4.0, original_length=32, beta_fast=1.0, beta_slow=1.0).build()(16, 1e4).radians
     ratios = yarn_scaled / base
     assert ratios[0] == 1

@@ -44,10 +44,10 @@ def expected_slots(indexer, x, latents, visible):
     queries, keys = indexer.position(jnp.asarray(queries), jnp.asarray(keys), jnp.arange(x.shape[1])[None])
     sets = []
     for b, t in np.ndindex(x.shape[:2]):
-        seen = [s for s in range(x.shape[1]) if visible(b, t, s)]
-        heads = [np.maximum(np.asarray(queries[b, t, n]) @ np.asarray(keys[b, seen, 0]).T, 0) for n in range(2)]
+        slots = [s for s in range(x.shape[1]) if visible(b, t, s)]
+        heads = [np.maximum(np.asarray(queries[b, t, n]) @ np.asarray(keys[b, slots, 0]).T, 0) for n in range(2)]
         scores = (x[b, t] @ weight) @ np.stack(heads)
-        sets.append({seen[i] for i in np.argsort(-scores, kind="stable")[:TOP]})
+        sets.append({slots[i] for i in np.argsort(-scores, kind="stable")[:TOP]})
     return sets
 
 
@@ -110,7 +110,7 @@ def test_the_requests_of_a_serving_step_select_among_their_own_keys(built):
 
 
 @pytest.mark.slow
-def test_attention_sees_only_the_selected_keys_and_trains_without_the_indexer(layer, normal):
+def test_attention_sees_only_the_selected_keys(layer, normal):
     module, dense = layer(ATTENTION, WIDTH), attrs.evolve(ATTENTION, indexer=attrs.evolve(INDEXER, top_k=LENGTH))
     x = normal(2, LENGTH, WIDTH)
     y = module(x, Context())[0]
