@@ -47,10 +47,12 @@ class AttentionSinks(Feature):
     """Adds a trained sink to every head of every attention layer, as in gpt-oss.
 
     A sink is an extra logit in the softmax without a value, so that a head can attend to nothing (OpenAI, 2025, arXiv 2508.10925,
-    section 2.2). New sinks begin at 0. Latent attention (`mla`) has no sinks.
+    section 2.2). New sinks begin at 0. Latent attention (`mla`) has no sinks, and ring attention (`context-parallel`) does not
+    support them.
     """
 
     stage = "tune"
+    excludes = ("context-parallel",)
 
     def apply(self, cfg: Tree) -> Tree:
         """Set `sinks` in every attention layer."""
