@@ -32,7 +32,8 @@ def experiments() -> dict[str, list[str]]:
         config = registry().experiment(entry.name)
         if hasattr(config.model, "decoder"):
             result.setdefault(find_family(config)[0].model_type, []).append(entry.name)
-    return result
+    same = {name: kind for name in families() if (kind := family(name).equivalent)}
+    return result | {name: result[kind] for name, kind in same.items()}
 
 
 def lines(model_type: str, names: list[str]) -> int:

@@ -159,6 +159,7 @@ class Qwen3Next(Family):
 class Qwen35Moe(Qwen3Next):
     """The text model of Qwen3.5 with experts; the weights of a token's experts sum to 1."""
 
+    equivalent = "qwen3_next"
     architectures = ("Qwen3_5MoeForCausalLM",)
     keys: ClassVar = {name: key for name, key in Qwen3Next.keys.items() if name != "norm_topk_prob"}
     fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu"}
@@ -169,6 +170,7 @@ class Qwen35Moe(Qwen3Next):
 class Qwen35(Qwen35Moe):
     """The text model of Qwen3.5 without experts."""
 
+    equivalent = None
     architectures = ("Qwen3_5ForCausalLM",)
     keys: ClassVar = {**d.SIZES, "tie_word_embeddings": d.TIED, "intermediate_size": f"{d.FEED_FORWARD}.hidden_dim"}
     unused_keys = ()

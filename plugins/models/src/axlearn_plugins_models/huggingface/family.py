@@ -146,6 +146,7 @@ class Family(Configurable):
         prefix: Prefix of the tensor names in the table. Files may omit it, if they omit it everywhere.
         text: Whether the model reads text, and therefore has a tokenizer.
         copies: Tensor -> the tensor that it may duplicate, such as a tied output layer.
+        equivalent: Another `model_type` that describes the same models. A model that was not imported is exported as that type.
     """
 
     experiment: ClassVar[str]
@@ -157,6 +158,7 @@ class Family(Configurable):
     unused_keys: ClassVar[tuple[str, ...]] = ()
     prefix: ClassVar[str] = ""
     text: ClassVar[bool] = True
+    equivalent: ClassVar[str | None] = None
     copies: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, cfg: Any = None):
@@ -337,6 +339,8 @@ def find_family(config: Any) -> tuple[Family, Json]:
     nearly: tuple[int, str, list[Change]] | None = None
     for name in families():
         one = family(name)
+        if one.equivalent:
+            continue
         try:
             data = one.config_json(config)
             changes = one.differences(data, config)
