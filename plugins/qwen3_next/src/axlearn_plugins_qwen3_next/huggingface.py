@@ -52,6 +52,7 @@ class Qwen3Next(Family):
 
     experiment = "llama3-8b"
     architectures = ("Qwen3NextForCausalLM",)
+    common = True
     keys: ClassVar = {
         **d.SIZES,
         "tie_word_embeddings": d.TIED,
@@ -160,6 +161,7 @@ class Qwen35Moe(Qwen3Next):
     """The text model of Qwen3.5 with experts; the weights of a token's experts sum to 1."""
 
     architectures = ("Qwen3_5MoeForCausalLM",)
+    common = False
     keys: ClassVar = {name: key for name, key in Qwen3Next.keys.items() if name != "norm_topk_prob"}
     fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu"}
     rules: ClassVar = (*Qwen3Next.rules, *separate_rules())
