@@ -5,10 +5,11 @@ import json
 import pytest
 
 from axlearn_core.config import get, patch
-from axlearn_core.errors import ConfigError
+from axlearn_core.errors import ConfigError, RequestError
 from axlearn_plugins_models.huggingface.family import Settings, family
-from axlearn_plugins_models.huggingface.rope import read_rope
-from axlearn_plugins_rope.scaling import LinearScaling, Llama3Scaling, YarnScaling
+from axlearn_plugins_models.huggingface.rope import read_rope, write_rope
+from axlearn_plugins_rope.rotary import RotaryEmbedding
+from axlearn_plugins_rope.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 from support.paths import HF_FIXTURES
 
 POSITION = "model.decoder.layer.attention.position"
@@ -179,6 +180,11 @@ def test_the_share_of_a_head_that_rotates(model, changes, fraction):
     written = family(data["model_type"]).config_json(family(data["model_type"]).resolve(data)[0].config)
     share = "rotary_pct" if model == "gpt-neox" else "partial_rotary_factor"
     assert written[share] == written["rope_parameters"]["partial_rotary_factor"] == fraction
+
+
+def test_a_scaling_that_no_rope_type_describes():
+    with pytest.raises(RequestError, match=r"scaling NTKScaling[\s\S]*expected: LinearScaling"):
+        write_rope(RotaryEmbedding.Config(scaling=NTKScaling(factor=2.0)))
 
 
 def test_two_shares_of_a_head():

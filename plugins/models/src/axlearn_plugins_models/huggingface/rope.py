@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from axlearn_core.config.tree import children
-from axlearn_core.errors import ConfigError, Problem, nearest
+from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
 from axlearn_plugins_models.huggingface.family import Json, Settings, unsupported
 
 THETA = 10_000.0
@@ -171,11 +171,19 @@ def write_rope(position: Any, *, partial: bool = False) -> Json:
     Args:
         position: Config of the encoding.
         partial: Write the share of each head that rotates, for a family that reads it.
+
+    Raises:
+        RequestError: No `rope_type` describes the scaling.
     """
     scaling = position.scaling
     common = {"rope_theta": position.theta, **({FACTOR: position.fraction} if partial else {})}
     if scaling is None:
         return {"rope_type": "default", **common}
+    if type(scaling).__name__ not in WRITTEN:
+        raise RequestError(
+            f"no rope_type describes the scaling {type(scaling).__name__} of the position encoding\n"
+            f"    expected: {', '.join(WRITTEN)}\n    fix: use one of these, or a family that writes it; see docs/huggingface.md"
+        )
     kind, names = WRITTEN[type(scaling).__name__]
     values = {names[k]: v for k, v in children(scaling).items() if k in names and v is not None}
     return {"rope_type": kind, **common, **values}
