@@ -27,60 +27,27 @@ TARGETS = {
     "qwen2.5-7b": "h100-8x32",
     "qwen3-8b": "h100-8x32",
     "qwen3-30b-a3b": "h100-8x64",
-    "qwen3-next-80b-a3b": "h100-8x32",
-    "qwen3.5-9b": "h100-8x32",
-    "qwen3.5-35b-a3b": "h100-8x32",
-    "granite4-h-micro": "h100-8x32",
-    "granite4-h-tiny": "h100-8x32",
-    "bamba-9b": "h100-8x32",
-    "kimi-linear-48b-a3b": "h100-8x64",
-    "gpt-oss-20b": "h100-8x32",
     "deepseek-v2-lite": "h100-8x32",
     "deepseek-v3": "h100-8x256",
-    "phi3-mini": "h100-8x32",
-    "phi4": "h100-8x64",
-    "olmo2-7b": "h100-8x32",
-    "olmo2-32b": "h100-8x64",
-    "olmo3-7b": "h100-8x32",
-    "smollm3-3b": "h100-8x32",
-    "granite3.3-2b": "h100-8x32",
-    "granite3.3-8b": "h100-8x32",
-    "command-r-35b": "h100-8x64",
-    "command-r7b": "h100-8x32",
-    "hunyuan-7b": "h100-8x32",
-    "ernie4.5-0.3b": "h100-8x32",
-    "glm4-9b": "h100-8x32",
-    "glm4-9b-0414": "h100-8x32",
-    "seed-oss-36b": "h100-8x64",
-    "afm-4.5b": "h100-8x32",
-    "exaone4-1.2b": "h100-8x32",
-    "exaone4-32b": "h100-8x64",
-    "starcoder2-3b": "h100-8x32",
-    "starcoder2-7b": "h100-8x32",
     "vit-b16": "tpu-v5e-16",
 }
 """A GPU target that fits, by experiment."""
 TPU_TARGETS = {
-    "gpt2-124m": "tpu-v5e-16",
     "llama3-8b": "tpu-v5p-512",
-    "mistral-7b": "tpu-v5p-512",
-    "mixtral-8x7b": "tpu-v5p-1024",
-    "gemma2-2b": "tpu-v5p-512",
-    "gemma3-4b": "tpu-v5p-512",
-    "qwen2.5-7b": "tpu-v5p-512",
-    "qwen3-8b": "tpu-v5p-512",
-    "qwen3-30b-a3b": "tpu-v5p-1024",
-    "deepseek-v2-lite": "tpu-v5p-512",
-    "deepseek-v3": "tpu-v5p-4096",
-    "gpt-oss-20b": "tpu-v5p-512",
-    "qwen3-next-80b-a3b": "tpu-v5p-1024",
-    "qwen3.5-9b": "tpu-v5p-512",
-    "qwen3.5-35b-a3b": "tpu-v5p-1024",
-    "granite4-h-micro": "tpu-v5p-512",
-    "bamba-9b": "tpu-v5p-512",
-    "kimi-linear-48b-a3b": "tpu-v5p-1024",
 }
-"""A TPU target that fits, for one experiment of each `model_type`."""
+"""A TPU target that fits, by experiment."""
+UNPLANNED = frozenset(
+    """
+    afm-4.5b apertus-8b bamba-9b command-r-35b command-r7b deepseek-v3.2 dots1 ernie4.5-0.3b ernie4.5-21b-a3b
+    exaone4-1.2b exaone4-32b gemma-2b gemma-7b glm-5 glm4-9b glm4-9b-0414 glm4.5-air glm4.6 glm4.7-flash
+    gpt-neox-20b gpt-oss-20b granite3.1-3b-a800m granite3.3-2b granite3.3-8b granite4-h-micro granite4-h-tiny
+    helium1-2b hunyuan-7b hunyuan-a13b k-exaone kimi-k2 kimi-linear-48b-a3b llama4-maverick llama4-scout minimax-m2
+    minitron-4b olmo-1b olmo-7b olmo2-32b olmo2-7b olmo3-7b olmoe-1b-7b phi3-mini phi4 pythia-1.4b qwen2-57b-a14b
+    qwen3-next-80b-a3b qwen3.5-35b-a3b qwen3.5-9b seed-oss-36b smollm3-3b stablelm-3b stablelm2-1.6b starcoder2-3b
+    starcoder2-7b
+    """.split()  # noqa: SIM905
+)
+"""Experiments that were not compiled for any target yet."""
 
 
 def plan(experiment: str, target: str) -> dict:

@@ -1,4 +1,4 @@
-"""Every published model has a plan at its published size, on hardware that fits it."""
+"""Published models have plans at their published sizes, on hardware that fits them."""
 
 import pytest
 
@@ -12,7 +12,8 @@ TOYS = {"gpt-oss-toy", "quickstart", "qwen3-next-toy", "vit-tiny"}
 
 def test_every_published_experiment_is_in_the_table():
     names = {entry.name for entry in registry().entries("experiments")}
-    assert set(published.TARGETS) == names - TOYS
+    assert set(published.TARGETS) | published.UNPLANNED == names - TOYS
+    assert not set(published.TARGETS) & published.UNPLANNED
 
 
 @pytest.mark.slow

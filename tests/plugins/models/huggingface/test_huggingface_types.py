@@ -26,6 +26,8 @@ SIZES = {
     "runner.row_buckets": (1,), "runner.chunk_buckets": (1,), "runner.num_blocks": 26,
 }  # fmt: skip
 """Of an engine with less memory than the requests need together."""
+UNPUBLISHED = {"granitemoeshared"}
+"""Types whose published models are not known by their sizes here."""
 WINDOWED = {"mistral", "phi3", "starcoder2"}
 """Every layer has a window, so that their requests do not fill the memory."""
 
@@ -128,7 +130,7 @@ def test_every_type_has_a_fixture_and_an_experiment():
     experiments = model_table.experiments()
     for name in model_table.text_types():
         assert name in model_types(), f"{name} has no fixture: add one to scripts/make_hf_fixtures.py"
-        assert experiments.get(name), f"{name} has no experiment with a published size"
+        assert experiments.get(name) or name in UNPUBLISHED, f"{name} has no experiment with a published size"
 
 
 def test_the_page_shows_the_table():
