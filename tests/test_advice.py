@@ -22,7 +22,13 @@ OTHERS = {
     "datasets", "jax", "jax-cuda12-plugin", "jupyterlab", "matplotlib", "moto", "pip", "skypilot", "torch", "twine", "uv", "vllm",
 }  # fmt: skip
 """Third-party packages that texts name, with any extras."""
-EXAMPLES = {"axlearn-plugins-my-gate", "axlearn-plugins-my-norm", "axlearn-plugins-foo", "axlearn-plugins-toy"}
+EXAMPLES = {
+    "axlearn-plugins-my-gate",
+    "axlearn-plugins-my-norm",
+    "axlearn-plugins-sandwich",
+    "axlearn-plugins-foo",
+    "axlearn-plugins-toy",
+}
 """Packages that readers write, and placeholders."""
 
 

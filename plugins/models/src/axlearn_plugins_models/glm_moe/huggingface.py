@@ -7,6 +7,7 @@ from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Json, Settings, unsupported
 from axlearn_plugins_models.huggingface.layer_cycle import cycle_of, each_value
 from axlearn_plugins_models.huggingface.shared_experts import FIRST, SHARED_EXPERT_RULES, TYPES, SharedExperts
+from axlearn_plugins_transformer.attention_variants.lightning_indexer import LightningIndexer
 
 BIASED = tuple(f"{d.ATTENTION}.{part}" for part in ("query", "key", "value"))
 
@@ -84,4 +85,6 @@ class GlmMoeDsa(DeepSeekV32):
         """Return the `config.json` keys; the inverse of `features` and `settings`."""
         decoder = config.model.decoder
         indexers = each_value(decoder.layer.attention.indexer, decoder.num_layers)
-        return super().export_keys(config) | {"indexer_types": [KINDS[not hasattr(x, "top_k")] for x in indexers]}
+        return super().export_keys(config) | {
+            "indexer_types": [KINDS[not isinstance(x, LightningIndexer.Config)] for x in indexers]
+        }

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from axlearn_plugins_transformer.alternate import Alternate
+from axlearn_plugins_transformer.attention_variants.interleave import Window
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -28,5 +29,5 @@ def window_cycle(kinds: Sequence[str], size: int | None) -> Any:
 
 def window_types(window: Any, count: int) -> tuple[list[str], int | None]:
     """Return the `layer_types` and the size of the window; the inverse of `window_cycle`."""
-    sizes = [getattr(value, "size", value) for value in each_value(window, count)]
+    sizes = [value.size if isinstance(value, Window) else value for value in each_value(window, count)]
     return [FULL if n is None else SLIDING for n in sizes], next((n for n in sizes if n is not None), None)

@@ -10,6 +10,7 @@ from axlearn_plugins_models.huggingface.family import Json, Settings, unsupporte
 from axlearn_plugins_models.huggingface.layer_cycle import cycle_of, each_value
 from axlearn_plugins_models.huggingface.rope import ALL_LAYERS
 from axlearn_plugins_models.huggingface.table import Rule
+from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_transformer.alternate import Alternate
 
 OURS, MOE = f"{d.OURS}.feed_forward", f"{d.THEIRS}.feed_forward"
@@ -84,7 +85,7 @@ class Llama4(d.RopeDecoder):
         experts, positions = kinds[-1], each_value(attention.position, decoder.num_layers)
         sizes = [value.size for value in each_value(attention.chunk, decoder.num_layers)]
         norms = each_value(attention.qk_norm, decoder.num_layers)
-        rope = next((position for position in positions if hasattr(position, "theta")), None)
+        rope = next((position for position in positions if isinstance(position, RotaryEmbedding.Config)), None)
         tuning = next((position for position in positions if position is not None and position != rope), None)
         return super().export_keys(patch(config, {f"{d.ATTENTION}.position": rope})) | {
             ROTARY: [int(position == rope) for position in positions],
