@@ -46,7 +46,7 @@ class WrappedFeedForward(Configurable):
 @pytest.fixture
 def gated(install):
     install("planted-features", points=dropping_features.points())
-    return resolve("quickstart", with_=["output-gate"]).config
+    return resolve("quickstart", with_=["gated-output"]).config
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_one_value_by_two_paths_is_refused(gated):
 @pytest.mark.parametrize(
     ("feature", "path", "message"),
     [
-        ("output-gate", "num_head", f"did you mean: {ATTENTION}.inner.num_heads"),
+        ("gated-output", "num_head", f"did you mean: {ATTENTION}.inner.num_heads"),
         (
             "mamba2",
             "num_heads",
@@ -191,7 +191,7 @@ def test_several_features_reach_into_a_wrapper(gated):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["output-gate", "sinks"])
+@pytest.mark.parametrize("name", ["gated-output", "sinks"])
 def test_the_model_trains_with_the_settings(gated, name):
     cfg = toy_models.config("quickstart", name, "rope", "interleave", "lora")
     cfg = patch(cfg, {f"{ATTENTION}.num_heads": 4, "mesh.shape": {"fsdp": 1}})

@@ -354,7 +354,7 @@ class RemoveWrapper(_Careless):
         )
 
 
-ADDING = {"sinks": AddSinks, "output-gate": AddGate, "cosine": AddDecay, "pack": PackDocuments}
+ADDING = {"sinks": AddSinks, "gated-output": AddGate, "cosine": AddDecay, "pack": PackDocuments}
 """Features whose effects are dropped, in addition to the installed ones."""
 
 PLANTED = {
@@ -372,7 +372,7 @@ PLANTED = {
     "flatten-layers": (FlattenLayers, "mamba2", "model.decoder.layer.attention"),
     "forget-trackers": (ForgetTrackers, "prometheus", "trackers"),
     "replace-loop": (ReplaceLoop, "sdc-check:every_steps=2", "loop.check"),
-    "remove-wrapper": (RemoveWrapper, "output-gate", "model.decoder.layer.attention"),
+    "remove-wrapper": (RemoveWrapper, "gated-output", "model.decoder.layer.attention"),
 }
 """Name of a feature -> (its class, the feature whose effect it drops, path of the effect)."""
 

@@ -19,9 +19,12 @@ from axlearn_core.plugins.registry import registry
 from axlearn_core.train.evaluators import Evaluator
 from axlearn_core.train.loop import Loop
 from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
+from axlearn_plugins_transformer.attention_variants.lightning_indexer import LightningIndexer, SharedSelection
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
 from axlearn_plugins_transformer.kv_cache import KVCache
 from axlearn_testing.contracts import D
+
+INDEXERS = (LightningIndexer, SharedSelection)
 
 TOY = {
     "num_heads": 8,
@@ -66,8 +69,8 @@ def select_configs(test: Callable[[type], bool]) -> dict[str, Node[Any]]:
 
 
 def layers() -> dict[str, Node[Any]]:
-    """Return the components that are layers."""
-    return select_configs(lambda owner: issubclass(owner, Layer))
+    """Return the components that are layers. Indexers belong to a layer of attention, and are tested with it."""
+    return select_configs(lambda owner: issubclass(owner, Layer) and owner not in INDEXERS)
 
 
 def make_suites(base: type, configs: dict[str, Node[Any]], **more: Any) -> dict[str, type]:

@@ -180,7 +180,7 @@ WRONG = {
         ["rope_type", "got: longrope", "linear"],
     ),
     "activation": (lambda d: edit(d, hidden_act="mish"), ["hidden_act", "got: mish", "'silu'"]),
-    "bias": (lambda d: edit(d, mlp_bias=True), ["mlp_bias", "got: True"]),
+    "bias": (lambda d: edit(d, mlp_bias=True), ["missing: model.layers.1.mlp.up_proj.bias [48]"]),
     "quantized": (lambda d: edit(d, quantization_config={"quant_method": "gptq"}), [
         "config.json: quantization_config.quant_method", "got: gptq", "expected: compressed-tensors, fp8, mxfp4"
     ]),

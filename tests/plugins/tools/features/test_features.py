@@ -167,10 +167,10 @@ def test_replace_takes_over_what_both_have_and_refuses_to_lose_the_rest():
         before
     )
     assert get(with_settings, NORMS[0]) == LayerNorm.Config(eps=0.25, bias=False)
-    shifted = patch(before, {"model.decoder.norm.offset": 1.0})
-    with pytest.raises(ConfigError, match=r"model.decoder.norm.offset: would be lost[\s\S]*drop=\[offset\]"):
-        Replace(target="rms-norm", component="layer-norm").apply(shifted)
-    dropped = Replace(target="rms-norm", component="layer-norm", drop=("offset",)).apply(shifted)
+    plain = patch(before, {"model.decoder.norm.weight": False})
+    with pytest.raises(ConfigError, match=r"model.decoder.norm.weight: would be lost[\s\S]*drop=\[weight\]"):
+        Replace(target="rms-norm", component="layer-norm").apply(plain)
+    dropped = Replace(target="rms-norm", component="layer-norm", drop=("weight",)).apply(plain)
     assert get(dropped, NORMS[1]) == LayerNorm.Config(eps=1e-5)
 
 

@@ -28,10 +28,9 @@ class Ernie45Moe(d.RopeDecoder):
     rope, interleaved = attrs.evolve(ALL_LAYERS, theta=500_000.0), True
     interleaved = True
     rules: ClassVar = (
-        *SHARED_EXPERT_RULES,
-        *d.ATTENTION_RULES,
+        *SHARED_EXPERT_RULES, *d.ATTENTION_RULES,
         Rule(f"{d.OURS}.feed_forward.router.bias", f"{d.THEIRS}.mlp.moe_statics.e_score_correction_bias", "1 e -> e"),
-    )
+    )  # fmt: skip
 
     def places(self, hf: Settings) -> tuple[int, int]:
         """Return (number of dense layers at the bottom, n), if every nth layer above has experts."""
@@ -54,9 +53,8 @@ class Ernie45Moe(d.RopeDecoder):
     def settings(self, hf: Settings) -> Json:
         """Return settings for the position encoding and the size of the dense layers."""
         dense, every = self.places(hf)
-        paths = [f"{d.FEED_FORWARD}.first.*"] * bool(dense) + [
-            f"{d.FEED_FORWARD}.children.{i}" for i in range(every - 1)
-        ]
+        paths = [f"{d.FEED_FORWARD}.first.*"] * bool(dense)
+        paths += [f"{d.FEED_FORWARD}.children.{i}" for i in range(every - 1)]
         return super().settings(hf) | {f"{path}.hidden_dim": hf.need("intermediate_size") for path in paths}
 
     def export_keys(self, config: Any) -> Json:
