@@ -139,6 +139,7 @@ class UseGatedDeltaNet(RecurrentFeature):
     """
 
     label = "gated-delta-net"
+    excludes = ("kimi-delta-attention", "mamba2")
     form = MappingProxyType({"decay_per": "head"})
 
     attention_every: int | None = setting(default=None, ge=0)
@@ -163,6 +164,7 @@ class UseKimiDeltaAttention(RecurrentFeature):
     """
 
     label = "kimi-delta-attention"
+    excludes = ("gated-delta-net", "mamba2")
     form = MappingProxyType({"decay_per": "element"})
     defaults = MappingProxyType({"gate_activation": "sigmoid", "rank": 128})
 
@@ -186,6 +188,7 @@ class UseMamba2(RecurrentFeature):
     """
 
     label = "mamba2"
+    excludes = ("gated-delta-net", "kimi-delta-attention")
     kind = Mamba2.Config
 
     attention_every: int | None = setting(default=None, ge=0)

@@ -27,6 +27,7 @@ class OutputGate(Feature):
     """
 
     stage = "tune"
+    excludes = ("mla",)
 
     per: Literal["element", "head"] | None = None
 
@@ -52,7 +53,7 @@ class AttentionSinks(Feature):
     """
 
     stage = "tune"
-    excludes = ("context-parallel",)
+    excludes = ("context-parallel", "mla")
 
     def apply(self, cfg: Tree) -> Tree:
         """Set `sinks` in every attention layer."""
