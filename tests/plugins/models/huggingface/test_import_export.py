@@ -156,7 +156,7 @@ def renamed(values):
 
 
 def new_family(d):
-    edit(d, model_type="olmo2", clip_qkv=3.0, architectures=["Olmo2ForCausalLM"])
+    edit(d, model_type="olmo_9", clip_qkv=3.0, architectures=["Olmo9ForCausalLM"])
     rewrite(d, lambda values: {n.replace("input_layernorm", "post_norm"): v for n, v in values.items()})
 
 
@@ -167,8 +167,8 @@ WRONG = {
         "unknown Hugging Face model_type 'lama'", "did you mean: llama", "fix: llama describes the whole model"
     ]),
     "new-family": (new_family, [
-        "unknown Hugging Face model_type 'olmo2'", "nearest: llama, which does not support", "config.json: clip_qkv (3.0)",
-        "(begin with `axlearn plugins new --family olmo2 --like llama`)",
+        "unknown Hugging Face model_type 'olmo_9'", "nearest: llama, which does not support", "config.json: clip_qkv (3.0)",
+        "(begin with `axlearn plugins new --family olmo_9 --like llama`)",
         "tensor model.layers.*.post_norm.weight", "a model without tensor model.layers.*.input_layernorm.weight",
     ]),
     "architecture": (

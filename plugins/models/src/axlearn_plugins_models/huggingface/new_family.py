@@ -24,6 +24,8 @@ TINY = {
 }
 """Maximum sizes of the tiny model in the tests of a new family, by the key of `config.json`."""
 LAYERS, NUM_LAYERS = ("num_hidden_layers", "n_layer"), 2
+LARGEST = 2048
+"""Largest axis of a tiny model."""
 
 
 def describe_family(model_type: str) -> dict[str, Any]:
@@ -64,13 +66,14 @@ def _tiny_config(like: Family, distribution: str) -> Json:
             if like.differences(data, config):
                 continue
             data = _shrink(data)
-            Functional.from_config(_model(like, data))
-        except (AttributeError, AxlearnError):  # an experiment of another family, with other parts
+            model = Functional.from_config(_model(like, data))
+        except (AttributeError, AxlearnError, LookupError, TypeError, ValueError):  # another family, or no small sizes
             continue
-        return data
+        if max(max(spec.shape) for spec in model.abstract.values()) <= LARGEST:
+            return data
     raise RequestError(
         f"there is no experiment of {distribution} from which a tiny {like.model_type} can be made\n"
-        f"    fix: use --like with another family: {', '.join(families())}"
+        f"    fix: use --like with another family: {', '.join(n for n in families() if n != like.model_type)}"
     )
 
 
