@@ -77,16 +77,7 @@ def test_a_request_that_cannot_be_is_refused(words, says, tmp_path, monkeypatch)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-NOT_SHRUNK = {
-    "apertus",
-    "bamba",
-    "deepseek_v32",
-    "glm_moe_dsa",
-    "granitemoehybrid",
-    "hunyuan_v1_moe",
-    "kimi_linear",
-    "llama4_text",
-}
+NOT_SHRUNK = {"bamba", "deepseek_v32", "glm_moe_dsa", "granitemoehybrid", "hunyuan_v1_moe", "kimi_linear"}
 """Families of which no tiny model is made, because their sizes depend on one another in ways of their own."""
 
 
@@ -102,7 +93,7 @@ def test_a_family_without_a_tiny_model_is_refused(like):
 def test_every_family_of_text_can_be_begun_with(like):
     description = describe_family(like)
     assert len(description["tensors"]) > 10
-    assert max(max(shape) for shape in description["tensors"].values()) <= 2048
+    assert max(max(shape, default=0) for shape in description["tensors"].values()) <= 2048
 
 
 @pytest.mark.slow

@@ -66,10 +66,10 @@ def _tiny_config(like: Family, distribution: str) -> Json:
             if like.differences(data, config):
                 continue
             data = _shrink(data)
-            model = Functional.from_config(_model(like, data))
+            tensors = like.layout(Functional.from_config(_model(like, data)), data)
         except (AttributeError, AxlearnError, LookupError, TypeError, ValueError):  # another family, or no small sizes
             continue
-        if max(max(spec.shape) for spec in model.abstract.values()) <= LARGEST:
+        if max(max(tensor.shape, default=0) for tensor in tensors.values()) <= LARGEST:
             return data
     raise RequestError(
         f"there is no experiment of {distribution} from which a tiny {like.model_type} can be made\n"
