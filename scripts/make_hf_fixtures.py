@@ -149,7 +149,7 @@ GRANITE = {
 }
 
 TEXT_MODELS = {"Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe"}
-"""Models with images, whose text models have configs of their own."""
+"""Multimodal models. Their text models have separate config classes."""
 
 # name -> (class, config, options): shards, gradients, a model_type that transformers does not have, names of published
 # tensors that transformers writes differently

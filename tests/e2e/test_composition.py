@@ -71,7 +71,7 @@ def cover():
             best = max(gains, key=gains.get, default=None)
             if best is None or not gains[best] or not put(row, (best,)):
                 break
-    # What the first pass left over, wherever it has room: first the pairs that few rows are left for.
+    # Place the pairs that the first pass did not cover, starting with those that fit into the fewest rows.
     left = set(missing)
     while left:
         pair = min(sorted(left), key=lambda p: len(room(p)))

@@ -17,7 +17,7 @@ SETTINGS = ("model.dtype=float32", "model.decoder.stack.mode=unrolled")
 
 
 def folder(name):
-    """Of a model, with the weights of the fixture or with others."""
+    """Return the folder of a model: the fixture, or one with other weights for a name that ends with `now`."""
     return generated_models.generate(name.removesuffix(" now")) if name.endswith(" now") else HF_FIXTURES / name
 
 

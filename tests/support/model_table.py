@@ -1,11 +1,10 @@
-"""The table of `docs/models.md`: what works for each `model_type`. Run it to write the table anew:
+"""The table of `docs/models.md`: what works for each `model_type`. Run it to rewrite the table, and to print how long families are:
 
 PYTHONPATH=tests uv run python -m support.model_table
 """
 
 import inspect
 import re
-from collections.abc import Mapping
 
 from axlearn_core.config.tree import children
 from axlearn_core.plugins.registry import registry
@@ -15,10 +14,8 @@ from support.paths import ROOT
 
 PAGE = ROOT / "docs/models.md"
 COLUMNS = ("import", "generate", "serve", "train", "lora", "quantize", "export", "plan")
-REFUSED: Mapping[tuple[str, str], str] = {}
-"""(model_type, column) -> why it is refused."""
 IMAGES = {"vit"}
-"""Types without text, which have tests of their own."""
+"""Image models, which other tests cover."""
 BEGIN, END = "<!-- table: tests/support/model_table.py -->\n", "<!-- end of the table -->\n"
 
 
@@ -41,7 +38,7 @@ def experiments() -> dict[str, list[str]]:
 
 
 def lines(model_type: str, names: list[str]) -> int:
-    """Of code of a family and its experiments, without blank lines and imports; shared parts count where they are defined."""
+    """Count the lines of a family's class and its experiments, without blank lines, imports and base classes."""
     parts = [type(family(model_type)), *(registry().entry("experiments", name).load() for name in names)]
     return sum(sum(bool(line.strip()) for line in inspect.getsource(part).splitlines()) for part in parts)
 
@@ -53,18 +50,20 @@ def table() -> str:
     head = ("`model_type`", "experiments", *COLUMNS)
     rows = [head, ("---", "---", *(":-:" for _ in COLUMNS))]
     for name in text_types():
-        cells = ["no" if (name, column) in REFUSED else "yes" for column in COLUMNS[:-1]]
+        cells = ["yes" for _ in COLUMNS[:-1]]
         planned = [kind for kind, targets in plans.items() if {*targets} & {*used.get(name, ())}]
         cells.append(" and ".join(planned) or "not yet")
         rows.append((f"`{name}`", ", ".join(f"`{e}`" for e in used.get(name, ())), *cells))
-    notes = [f"- `{name}`, {column}: {why}" for (name, column), why in REFUSED.items()]
-    return "\n".join(["", *(f"| {' | '.join(row)} |" for row in rows), "", *notes, *([""] if notes else [])])
+    return "\n".join(["", *(f"| {' | '.join(row)} |" for row in rows), ""])
 
 
 def main() -> None:
-    """Write the table into its page."""
+    """Rewrite the table in its page, and print the number of lines of each family."""
     text = PAGE.read_text()
     PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}{table()}{END}", text, flags=re.DOTALL))
+    used = experiments()
+    for name in text_types():
+        print(name, lines(name, used.get(name, [])))
 
 
 if __name__ == "__main__":

@@ -224,10 +224,8 @@ class Attention(Layer):
             context: Facts about the rows. With a cache, it has slots and positions, and no segments. In a serving step, every
                 token is a row.
         """
-        mask, chunk = (
-            masks.visible(context, window_of(self.cfg.window), causal=self.cfg.causal),
-            window_of(self.cfg.chunk),
-        )
+        mask = masks.visible(context, window_of(self.cfg.window), causal=self.cfg.causal)
+        chunk = window_of(self.cfg.chunk)
         return mask if chunk is None else mask & masks.chunked(context, chunk)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:

@@ -67,10 +67,11 @@ class MaximalUpdate(Feature):
         return edit_nodes(model, self._initializer, no_match=None, outermost=True)
 
     def _factors(self, _: str, part: Any) -> Any:
+        fields: Any = part
         if isinstance(part, WidthRole):
-            return attrs.evolve(part, output_multiplier=self._multiplier(part.output_multiplier, -1.0))  # type: ignore[attr-defined]
+            return attrs.evolve(fields, output_multiplier=self._multiplier(fields.output_multiplier, -1.0))
         if isinstance(part, ScoreScaleRole):
-            return attrs.evolve(part, scale=self._score_scale(part.scale))  # type: ignore[attr-defined]
+            return attrs.evolve(fields, scale=self._score_scale(fields.scale))
         if isinstance(part, Embedding.Config) and part.scale:  # the table's values no longer shrink with the width
             return attrs.evolve(part, multiplier=self._multiplier(part.multiplier, -0.5))
         return None

@@ -1,4 +1,4 @@
-"""Names on the hub: what is downloaded, from where, and what is said if it cannot be."""
+"""Models that are opened by their name on the hub: downloads, the cache, and errors."""
 
 import json
 import os

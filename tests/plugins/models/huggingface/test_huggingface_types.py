@@ -42,7 +42,7 @@ def _each(also=()):
 def test_served_together_each_gets_the_tokens_of_transformers(name):
     _, _, model, expected = loaded(name)
     prompt, rest = expected["prompt"].tolist(), expected["generated"].tolist()
-    starts = [0, 3, 8, 14, 20, 29, 36, 40]  # each request goes on where another one is
+    starts = [0, 3, 8, 14, 20, 29, 36, 40]  # each prompt is a prefix of what another request generates
     with serve(model, set=SIZES) as engine:
         generations = engine.generate([prompt + rest[:k] for k in starts], max_tokens=24, temperature=0)
         again = engine.generate([prompt], max_tokens=64, temperature=0)

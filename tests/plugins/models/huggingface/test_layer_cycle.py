@@ -1,8 +1,15 @@
 """Slots whose value differs between layers."""
 
+import json
+
+import pytest
+
+from axlearn_core.errors import ConfigError
+from axlearn_plugins_models.huggingface.family import family
 from axlearn_plugins_models.huggingface.layer_cycle import cycle_of, each_value, window_cycle, window_types
 from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.attention_variants.interleave import Window
+from support.paths import HF_FIXTURES
 
 
 def test_the_shortest_cycle_is_used():
@@ -19,3 +26,20 @@ def test_windows_come_back():
     assert window_types(window_cycle(["full_attention"] * 2, 8), 2) == (["full_attention"] * 2, None)
     assert window_types(window_cycle(["sliding_attention"] * 2, 8), 2) == (["sliding_attention"] * 2, 8)
     assert each_value(None, 2) == [None, None]
+
+
+@pytest.mark.parametrize("change", [lambda kinds: kinds[:-1], lambda kinds: [*kinds[:-1], "linear_attention"]])
+@pytest.mark.parametrize("fixture", ["cohere2", "dots1", "exaone-moe", "exaone4", "llama4", "olmo3"])
+def test_layer_types_that_do_not_describe_every_layer_are_errors(fixture, change):
+    """A shorter list would otherwise be repeated, and an unknown kind would be read as another."""
+    data = json.loads((HF_FIXTURES / fixture / "config.json").read_text())
+    with pytest.raises(ConfigError, match="layer_types"):
+        family(data["model_type"]).resolve({**data, "layer_types": change(data["layer_types"])})
+
+
+@pytest.mark.parametrize("fixture", ["cohere2", "exaone-moe"])
+def test_a_pattern_must_be_a_number(fixture):
+    data = json.loads((HF_FIXTURES / fixture / "config.json").read_text())
+    data = {k: v for k, v in data.items() if k != "layer_types"}
+    with pytest.raises(ConfigError, match="sliding_window_pattern"):
+        family(data["model_type"]).resolve({**data, "sliding_window_pattern": 0})

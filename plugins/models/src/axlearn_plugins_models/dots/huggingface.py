@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Json, Settings
-from axlearn_plugins_models.huggingface.layer_cycle import FULL, SLIDING, window_cycle, window_types
+from axlearn_plugins_models.huggingface.layer_cycle import FULL, SLIDING, read_layer_types, window_cycle, window_types
 from axlearn_plugins_models.huggingface.shared_experts import FIRST, SHARED_EXPERT_RULES, SharedExperts
 
 
@@ -22,7 +22,7 @@ class Dots1(SharedExperts, d.RopeDecoder):
     def kinds(self, hf: Settings) -> list[str]:
         """Return the `layer_types`."""
         count, first = hf.need("num_hidden_layers"), hf.get("max_window_layers", 62)
-        return hf.get("layer_types") or [FULL if i < first else SLIDING for i in range(count)]
+        return read_layer_types(hf, lambda: [FULL if i < first else SLIDING for i in range(count)])
 
     def settings(self, hf: Settings) -> Json:
         """Return settings for the dense layers, the position encoding, the per-head norm and the windows."""

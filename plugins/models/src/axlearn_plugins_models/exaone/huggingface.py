@@ -3,7 +3,8 @@
 from typing import ClassVar
 
 from axlearn_plugins_models.huggingface.family import Settings
-from axlearn_plugins_models.huggingface.windowed import PATTERN, WindowedDecoder
+from axlearn_plugins_models.huggingface.layer_cycle import PATTERN
+from axlearn_plugins_models.huggingface.windowed import WindowedDecoder
 from axlearn_plugins_models.olmo.huggingface import Olmo2
 
 

@@ -5,12 +5,18 @@ from typing import Any, ClassVar
 from axlearn_core.config import patch
 from axlearn_plugins_models.dots.huggingface import Dots1
 from axlearn_plugins_models.huggingface import decoder as d
-from axlearn_plugins_models.huggingface.family import Json, Settings, unsupported
-from axlearn_plugins_models.huggingface.layer_cycle import FULL, SLIDING, cycle_of, each_value
+from axlearn_plugins_models.huggingface.family import Json, Settings
+from axlearn_plugins_models.huggingface.layer_cycle import (
+    FULL,
+    PATTERN,
+    SLIDING,
+    cycle_of,
+    each_value,
+    periodic_types,
+    read_layer_types,
+)
 from axlearn_plugins_models.huggingface.shared_experts import FIRST, TYPES, SharedExperts
 from axlearn_plugins_models.huggingface.table import Rule
-
-PATTERN = "sliding_window_pattern"
 
 
 class ExaoneMoe(Dots1):
@@ -29,12 +35,9 @@ class ExaoneMoe(Dots1):
 
     def kinds(self, hf: Settings) -> list[str]:
         """Return the `layer_types`. Without them, every nth layer is global."""
-        if (kinds := hf.get("layer_types")) is not None:
-            return kinds
-        every = hf.get(PATTERN, 4) if hf.get("sliding_window", 4096) else 1
-        if type(every) is not int or every < 1:
-            raise unsupported(PATTERN, every, ["a positive integer, or layer_types"])
-        return [SLIDING if (i + 1) % every else FULL for i in range(hf.need("num_hidden_layers"))]
+        if hf.get("sliding_window", 4096):
+            return read_layer_types(hf, lambda: periodic_types(hf, 4))
+        return read_layer_types(hf, lambda: [FULL] * hf.need("num_hidden_layers"))
 
     def settings(self, hf: Settings) -> Json:
         """Return settings as for dots.llm1. If the model has windows, its global layers have no position encoding."""

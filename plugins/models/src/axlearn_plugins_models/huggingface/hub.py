@@ -119,7 +119,7 @@ def download(name: HubName) -> Path:
         return _snapshot(name, selection)
     except RequestError:
         raise
-    except Exception as error:
+    except Exception as error:  # as above
         if (refusal := _refusal(name, error)) is not None:
             raise refusal from error
         raise _failure(name, error) from error

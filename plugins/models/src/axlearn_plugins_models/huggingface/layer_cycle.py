@@ -1,19 +1,56 @@
 """Settings that differ between layers, such as windows: a value for each layer <-> an `alternate` with the shortest cycle."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from axlearn_plugins_models.huggingface.family import Settings, unsupported
 from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.attention_variants.interleave import Window
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+PATTERN = "sliding_window_pattern"
+
+
+def read_layer_types(
+    hf: Settings, default: Callable[[], Sequence[str]], kinds: Sequence[str] = (SLIDING, FULL)
+) -> list[str]:
+    """Return the `layer_types` of `config.json`.
+
+    Args:
+        hf: `config.json`.
+        default: Returns the kind of each layer. It is called if the file does not list them.
+        kinds: Supported kinds.
+
+    Raises:
+        ConfigError: If the number of kinds is wrong, or a kind is unknown.
+    """
+    types, count = hf.get("layer_types"), hf.need("num_hidden_layers")
+    if types is None:
+        return [*default()]
+    if len(types) != count or {*types} - {*kinds}:
+        raise unsupported("layer_types", types, [f"{' or '.join(kinds)} for each of {count} layers"])
+    return [*types]
+
+
+def periodic_types(hf: Settings, default: int) -> list[str]:
+    """Return the kind of each layer if every nth layer is global. n is `sliding_window_pattern`, or a default."""
+    every = hf.get(PATTERN, default)
+    if type(every) is not int or every < 1:
+        raise unsupported(PATTERN, every, ["a positive integer, or layer_types"])
+    return [SLIDING if (i + 1) % every else FULL for i in range(hf.need("num_hidden_layers"))]
+
+
+def shortest_cycle(values: Sequence[Any]) -> list[Any]:
+    """Return the shortest sequence that the values of the layers repeat."""
+    sizes = range(1, len(values) + 1)
+    period = next(n for n in sizes if all(value == values[i % n] for i, value in enumerate(values)))
+    return [*values[:period]]
 
 
 def cycle_of(values: Sequence[Any]) -> Any:
     """Return the config of a slot, as plain data, from its value in each layer."""
-    sizes = range(1, len(values) + 1)
-    period = next(n for n in sizes if all(value == values[i % n] for i, value in enumerate(values)))
-    return values[0] if period == 1 else {"type": "alternate", "children": [*values[:period]]}
+    cycle = shortest_cycle(values)
+    return cycle[0] if len(cycle) == 1 else {"type": "alternate", "children": cycle}
 
 
 def each_value(slot: Any, count: int) -> list[Any]:

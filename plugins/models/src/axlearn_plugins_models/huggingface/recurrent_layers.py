@@ -6,6 +6,7 @@ from typing import Any
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Json, Settings, unsupported
+from axlearn_plugins_models.huggingface.layer_cycle import shortest_cycle
 from axlearn_plugins_models.huggingface.table import Rule
 from axlearn_plugins_recurrent.gated_delta_net import GatedDeltaNet
 from axlearn_plugins_recurrent.mamba2 import Mamba2
@@ -85,9 +86,7 @@ def read_kinds(hf: Settings, default: Sequence[str]) -> list[str]:
 
 def alternate(kinds: Sequence[str], parts: Mapping[str, Json]) -> Json:
     """Return the config of the attention slot, whose children are the shortest sequence that `kinds` repeats."""
-    count = len(kinds)
-    period = next(n for n in range(1, count + 1) if all(kinds[i] == kinds[i - n] for i in range(n, count)))
-    return {"type": "alternate", "children": [parts[kind] for kind in kinds[:period]]}
+    return {"type": "alternate", "children": [parts[kind] for kind in shortest_cycle(kinds)]}
 
 
 def split_kinds(decoder: Any, recurrent: type) -> tuple[list[str], Any, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from axlearn_core.errors import ConfigError, Problem
+from axlearn_plugins_models.huggingface.layer_cycle import FULL
 
 _OFF: tuple[Any, ...] = (False, None)
 _NONE: tuple[Any, ...] = (None,)
@@ -43,7 +44,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     ),
 }
 """Key -> the values with which a model computes what it would compute without the key."""
-FULL = "full_attention"
 
 
 def check_unread(data: Mapping[str, Any], unread: Iterable[str], model_type: str) -> None:

@@ -4,17 +4,17 @@ from typing import Any, ClassVar
 
 from axlearn_core.config import patch
 from axlearn_plugins_models.huggingface import decoder as d
-from axlearn_plugins_models.huggingface.family import Json, Settings, unsupported
+from axlearn_plugins_models.huggingface.family import Json, Settings
 from axlearn_plugins_models.huggingface.layer_cycle import (
-    FULL,
     SLIDING,
     cycle_of,
     each_value,
+    periodic_types,
+    read_layer_types,
     window_cycle,
     window_types,
 )
 
-PATTERN = "sliding_window_pattern"
 POSITION, WINDOW = f"{d.ATTENTION}.position", f"{d.ATTENTION}.window"
 
 
@@ -33,14 +33,7 @@ class WindowedDecoder(d.RopeDecoder):
 
     def kinds(self, hf: Settings) -> list[str]:
         """Return the `layer_types`. Without them, every nth layer is global."""
-        count, every = hf.need("num_hidden_layers"), hf.get(PATTERN, self.every)
-        if (kinds := hf.get("layer_types")) is not None:
-            if wrong := sorted({*kinds} - {SLIDING, FULL}):
-                raise unsupported("layer_types", wrong[0], [SLIDING, FULL])
-            return list(kinds)
-        if type(every) is not int or every < 1:
-            raise unsupported(PATTERN, every, ["a positive integer, or layer_types"])
-        return [SLIDING if (i + 1) % every else FULL for i in range(count)]
+        return read_layer_types(hf, lambda: periodic_types(hf, self.every))
 
     def settings(self, hf: Settings) -> Json:
         """Return settings for the position encodings and the windows."""

@@ -16,7 +16,7 @@ from axlearn_plugins_recurrent.gated_delta_net import GatedDeltaNet
 WRITTEN = {"n_routed_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token", "n_group": "num_expert_group",
            "n_shared_experts": "num_shared_experts", "norm_topk_prob": "moe_renormalize"}  # fmt: skip
 READ = {theirs: name for name, theirs in WRITTEN.items()}
-"""Keys of Kimi Linear -> those of DeepSeek-V3, whose methods read them."""
+"""Key of Kimi Linear -> key of DeepSeek-V3. The methods of DeepSeek-V3 read the latter."""
 
 
 class KimiLinear(DeepSeekV3):

@@ -7,7 +7,7 @@ import attrs
 from axlearn_core.config import patch
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Json, Settings, unsupported
-from axlearn_plugins_models.huggingface.layer_cycle import cycle_of, each_value
+from axlearn_plugins_models.huggingface.layer_cycle import cycle_of, each_value, read_layer_types
 from axlearn_plugins_models.huggingface.rope import ALL_LAYERS
 from axlearn_plugins_models.huggingface.table import Rule
 from axlearn_plugins_rope.rotary import RotaryEmbedding
@@ -56,7 +56,7 @@ class Llama4(d.RopeDecoder):
         """Return settings for positions, norms and chunks, which differ between layers, and for the experts."""
         settings, rotary, step = super().settings(hf), self.rotary(hf), hf.get(STEP, 1)
         default = [CHUNKED if rotates and hf.get(CHUNK, 8192) else FULL for rotates in rotary]
-        kinds, size = hf.get("layer_types") or default, hf.get(CHUNK, 8192)
+        kinds, size = read_layer_types(hf, lambda: default, (CHUNKED, FULL)), hf.get(CHUNK, 8192)
         norm = {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-5)), "weight": False}
         norm = norm if hf.get("use_qk_norm", True) else None
         rope = settings[f"{d.ATTENTION}.position"]

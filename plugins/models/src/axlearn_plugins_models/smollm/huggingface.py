@@ -33,9 +33,9 @@ class SmolLM3(d.RopeDecoder):
         """Return an encoding for the layers with a 1 in `no_rope_layers`."""
         count, every, rope = hf.need("num_hidden_layers"), hf.get(INTERVAL, 4), super().position(hf)
         encoded = hf.get(LAYERS) or [int((i + 1) % every != 0) for i in range(count)]
-        if len(encoded) != count:
+        if len(encoded) < count:
             raise unsupported(LAYERS, encoded, [f"{count} values, one for each layer"])
-        return cycle_of([rope if value else None for value in encoded])
+        return cycle_of([rope if value else None for value in encoded[:count]])
 
     def export_keys(self, config: Any) -> Json:
         """Return the `config.json` keys; the inverse of `settings`."""

@@ -138,8 +138,11 @@ class LightningIndexer(Layer):
 
         if keys.batch is None:
             return select(jnp.arange(rows), q, weight, positions)
-        one = lambda part: select(*(array[None] for array in part))[0]  # noqa: E731
-        return lax.map(one, (jnp.arange(rows), q, weight, positions), batch_size=keys.batch)
+
+        def select_row(row: tuple[jax.Array, ...]) -> jax.Array:
+            return select(*(array[None] for array in row))[0]
+
+        return lax.map(select_row, (jnp.arange(rows), q, weight, positions), batch_size=keys.batch)
 
     def _select(self, q: jax.Array, weight: jax.Array, key: jax.Array, visible: jax.Array) -> jax.Array:
         """Return the slots of the best visible keys, int32 [B, S, k], or -1 if fewer are visible.
