@@ -28,9 +28,9 @@ Tree = TypeVar("Tree", bound=Node[Any])
 class MaximalUpdate(Feature):
     """Scales initial values, learning rates, logits and attention scores by the width (muP).
 
-    Learning rates that are tuned at the base width should then suit wider models (Yang et al., 2022, arXiv 2203.03466, table 8). At the
-    base width, the feature changes nothing. It works for Adam, AdamW, Lion and Muon. If the experiment already has the feature,
-    this sets its options.
+    Learning rates that are tuned at the base width should then suit wider models (Yang et al., 2022, arXiv 2203.03466, table 8).
+    At the base width, the feature changes nothing. It works for Adam, AdamW, Lion and Muon. If the experiment already has the
+    feature, this sets its options.
 
     Attributes:
         base_width: Width of the base model, whose settings were tuned.
