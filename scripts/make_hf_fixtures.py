@@ -197,7 +197,7 @@ MODELS = {
                           "rope_theta": 10000.0}, {}),
     "deepseek-v32": ("DeepseekV32", {**LATENT, **INDEXER, "num_hidden_layers": 2, "q_lora_rank": 24, "n_group": 4,
                                      "topk_group": 2, "rope_parameters": YARN}, {}),
-    "glm-moe-dsa": ("GlmMoeDsa", {**LATENT, **INDEXER, "q_lora_rank": 16, "kv_lora_rank": 12, "n_shared_experts": 1,
+    "glm-moe-dsa": ("GlmMoeDsa", {**LATENT, **INDEXER, "q_lora_rank": 16, "kv_lora_rank": 24, "n_shared_experts": 1,
                                   "rope_theta": 10000.0, "indexer_types": ["full", "shared", "full"]}, {}),
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}, {}),
     "phi3": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
