@@ -27,6 +27,7 @@ from torch.nn.functional import cross_entropy
 
 PLUGINS = Path(__file__).parents[1] / "tests/plugins"
 VOCAB, NEW, MARGIN = 96, 64, 1e-3
+ROUNDING = 1e-5  # the most that it may change a loss
 LENGTHS = (40, 23)  # of padded rows
 PACKED = (17, 5, 18)  # of the documents in one row
 
@@ -137,7 +138,7 @@ GROUPS = {
     "norm_topk_prob": True,
     "rope_theta": 10000.0,
 }
-INDEXER = {"moe_intermediate_size": 8, "index_head_dim": 16, "index_n_heads": 8, "index_topk": 6}
+INDEXER = {"moe_intermediate_size": 8, "index_head_dim": 16, "index_n_heads": 16, "index_topk": 6}
 GRANITE = {
     "intermediate_size": 16,
     "num_local_experts": 4,
@@ -314,6 +315,15 @@ def losses(model: torch.nn.Module, tokens: torch.Tensor) -> list[float]:
     return [*values, entropy(model, tokens).item()]
 
 
+def perturb(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy whose weights differ by about the rounding of float32."""
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(1 + 1e-6 * torch.randn(value.shape, generator=generator))
+    return model
+
+
 def expectations(model: torch.nn.Module, gradients: bool) -> dict[str, torch.Tensor] | None:
     """What the model computes; None where a margin is too small."""
     generator = torch.Generator().manual_seed(7)
@@ -346,6 +356,8 @@ def expectations(model: torch.nn.Module, gradients: bool) -> dict[str, torch.Ten
         }
     batch = draw(4, 24)
     results |= {"batch": batch, "losses": torch.tensor(losses(model, batch), dtype=torch.float64)}
+    if (torch.tensor(losses(perturb(model), batch)) - results["losses"]).abs().max() > ROUNDING:
+        return None  # rounding changes the keys or the experts that a token selects
     if gradients:
         entropy(model, batch).backward()
         tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
