@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from axlearn_core.config import node, patch
+from axlearn_core.config import find, node, patch
+from axlearn_core.errors import RequestError
 from axlearn_core.plugins.feature import Feature
-from axlearn_core.plugins.lost_settings import MOST, describe_lost, find_lost_settings
+from axlearn_core.plugins.lost_settings import MOST, check_not_hidden, describe_lost, find_lost_settings
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
 
@@ -66,6 +67,20 @@ def test_many_decisions_are_shortened():
     shortened = describe_lost(before, tree, "all", {}, registry().display_name)
     assert len(shortened) == MOST
     assert shortened[-1].subject.endswith(" and 2 more")
+
+
+def test_a_feature_that_an_earlier_one_left_without_effect_is_refused():
+    """The indexer has a layer norm, so it looks as if the RMS norms were replaced by layer norms before."""
+    feature = registry().feature("replace")(target="rms-norm", component="layer-norm")
+    start, earlier = registry().experiment("deepseek-v3.2"), {"maps": registry().feature("remat")()}
+    without = patch(
+        start, dict.fromkeys(find(start, registry().component("rms-norm")), registry().component("linear")())
+    )
+    assert feature.apply(without) == without
+    with pytest.raises(RequestError, match=r"'replace' changes nothing after 'maps'[\s\S]*LayerNorm"):
+        check_not_hidden("replace", feature, start, without, earlier)
+    check_not_hidden("replace", feature, start, feature.apply(start), earlier)
+    assert resolve(feature.apply(start), with_=["replace:target=rms-norm,component=layer-norm"]).decisions
 
 
 def test_a_feature_declares_paths():

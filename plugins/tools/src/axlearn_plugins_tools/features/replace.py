@@ -30,7 +30,7 @@ class Replace(Feature):
     """
 
     stage = "replace"
-    example = "target=rms-norm,component=layer-norm"
+    example = "path=model.decoder.norm,component=layer-norm"
 
     component: str = REQUIRED
     settings: Mapping[str, Any] = {}
