@@ -74,7 +74,7 @@ def check_not_hidden(
         return  # it needs what the others add
     patterns = [pattern for other in earlier.values() for pattern in other.replaces]
     hidden = [
-        e for e in find_lost(effects, tree) if not any(_overlap(e.path, p) or matches(p, e.path) for p in patterns)
+        e for e in find_lost(effects, tree) if not any(matches(p, path) for p in patterns for path in _prefixes(e.path))
     ]
     if hidden:
         others = ", ".join(repr(other) for other in earlier)
@@ -82,6 +82,11 @@ def check_not_hidden(
             f"the feature {name!r} changes nothing after {others}\n    expected: {hidden[0]}\n"
             f"    fix: remove one of the features, or select other nodes; see `axlearn features show {name}`"
         )
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
 
 
 def filter_decisions(decisions: Iterable[Decision], paths: Iterable[str]) -> list[Decision]:
