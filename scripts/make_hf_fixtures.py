@@ -102,6 +102,22 @@ FACTORS = {
     "attention_multiplier": 0.3,
     "logits_scaling": 2.0,
 }
+NEMOTRON_H = {
+    "num_hidden_layers": None,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "conv_kernel": 3,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
 KIMI_LINEAR = {
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
@@ -223,6 +239,11 @@ MODELS = {
     "exaone4": ("Exaone4", {"sliding_window": 8, "num_hidden_layers": 4}, {}),
     "qwen2": ("Qwen2", {}, {}),
     "mistral": ("Mistral", {"sliding_window": 8}, {}),
+    "ministral": ("Ministral", {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 8,
+                                "layer_types": ["full_attention", *["sliding_attention"] * 2]}, {}),
+    "ministral3": ("Ministral3", {"head_dim": 16, "num_hidden_layers": 3,
+                                  "rope_parameters": {**YARN, "original_max_position_embeddings": 16,
+                                                      "llama_4_scaling_beta": 0.4}}, {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}),
     "gpt-oss": ("GptOss", {"head_dim": 16, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
                            "sliding_window": 5, "rope_parameters": {**YARN, "truncate": False}}, {}),
@@ -250,6 +271,8 @@ MODELS = {
                                                 "intermediate_size": 16, "position_embedding_type": "nope",
                                                 "layer_types": ["linear_attention", "full_attention", "linear_attention"]}, {}),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1]}, {}),
+    "nemotron-h": ("NemotronH", {**NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe",
+                                                                    "linear_attention"]}, {}),
     "kimi-linear": ("KimiLinear", KIMI_LINEAR, {"rename": (r"\.block_sparse_moe\.(\w+_proj)\.", r".mlp.\1.")}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, {}),
 }  # fmt: skip

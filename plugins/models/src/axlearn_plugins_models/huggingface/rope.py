@@ -162,7 +162,7 @@ def read_rope(hf: Settings, *, rope: Json | None = None, fraction: float | None 
                     fix="correct its name, or write a family whose settings read it; see docs/huggingface.md",
                 )
             )
-    return {"type": "rope", "theta": _number(rope, "rope_theta"), "scaling": SCALINGS[kind](rope, hf), **fields}
+    return {"type": "rope", "theta": positive_number(rope, "rope_theta"), "scaling": SCALINGS[kind](rope, hf), **fields}
 
 
 def write_rope(position: Any, *, partial: bool = False) -> Json:
@@ -206,7 +206,7 @@ def missing_forms(data: Json, kinds: Sequence[Kind] = (ALL_LAYERS,)) -> Json:
     return {key: value for key, value in keys.items() if not data.get(key)}
 
 
-def _number(rope: Json, key: str) -> float:
+def positive_number(rope: Json, key: str) -> float:
     """Return an entry. Raise `ConfigError` if it is missing or not a positive number."""
     value = rope.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
@@ -222,16 +222,16 @@ def _number(rope: Json, key: str) -> float:
 
 
 def _linear(rope: Json, hf: Settings) -> Json:
-    return {"type": "linear-rope-scaling", "factor": _number(rope, "factor")}
+    return {"type": "linear-rope-scaling", "factor": positive_number(rope, "factor")}
 
 
 def _llama3(rope: Json, hf: Settings) -> Json:
     return {
         "type": "llama3-rope-scaling",
-        "factor": _number(rope, "factor"),
-        "original_length": int(_number(rope, "original_max_position_embeddings")),
-        "low_frequency_factor": _number(rope, "low_freq_factor"),
-        "high_frequency_factor": _number(rope, "high_freq_factor"),
+        "factor": positive_number(rope, "factor"),
+        "original_length": int(positive_number(rope, "original_max_position_embeddings")),
+        "low_frequency_factor": positive_number(rope, "low_freq_factor"),
+        "high_frequency_factor": positive_number(rope, "high_freq_factor"),
     }
 
 
@@ -258,7 +258,7 @@ def write_mscale(rope: Json, sharpness: float) -> Json:
 
 
 def _yarn(rope: Json, hf: Settings) -> Json:
-    factor, attention = _number(rope, "factor"), rope.get("attention_factor")
+    factor, attention = positive_number(rope, "factor"), rope.get("attention_factor")
     if attention is None and rope.get("mscale") and rope.get("mscale_all_dim"):
         attention = yarn_scale(factor, rope["mscale"]) / yarn_scale(factor, rope["mscale_all_dim"])
     return {
