@@ -121,10 +121,10 @@ class MultiTokenCausalLM(CausalLM):
         mean = jnp.float32(0.0)
         for depth, (x, targets, weights) in enumerate(self.predictions(hidden, batch), start=1):
             op = CrossEntropyOp(x, self.decoder.head_weight(), targets, weights / divisor, self._options())
-            value, entropy = op.run(self.cfg.loss_kernel)
+            value, _ = op.run(self.cfg.loss_kernel)
             mean += value / self.cfg.depth
             weight = jnp.sum(weights)
-            entropy = entropy * divisor / jnp.where(weight > 0, weight, 1.0)
+            entropy = value * divisor / jnp.where(weight > 0, weight, 1.0)
             summaries.add_summary(f"mtp_{depth}_loss", summaries.Summary(entropy, weight))
         summaries.add_loss("mtp_loss", self.cfg.mtp_weight * mean)
         return loss, report
