@@ -25,7 +25,8 @@ from axlearn_core.nn.layer import Context
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.alternate import layer_configs
-from axlearn_plugins_transformer.causal_lm import CausalLM, EmbedsTokens, batch_context
+from axlearn_plugins_transformer.cache_spec import spec_of
+from axlearn_plugins_transformer.causal_lm import CausalLM, EmbedsTokens, NewTokens, batch_context
 from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp
 from axlearn_plugins_transformer.layer_roles import ExtraLossRole
 from axlearn_plugins_transformer.norm import RMSNorm
@@ -150,6 +151,35 @@ class MultiTokenCausalLM(CausalLM):
             for name, value in collected.losses.items():
                 summaries.add_loss(name, value)
             yield module.norm(x), shift(targets, depth), jnp.where(known, shift(weights, depth), 0)
+
+    def unstacked(self, *, heads: bool = False) -> "MultiTokenCausalLM":
+        """Return this model in the form that decodes fastest, without its depths unless `heads` is set."""
+        copy: Any = super().unstacked()
+        if not heads:
+            copy.mtp = nnx.List([])
+        return copy
+
+    def draft_cache_spec(self) -> tuple[Any, ...]:
+        """Return the entries of the depths' caches; see `KeepsCache`."""
+        return tuple(spec_of(module.layer) for module in self.mtp)
+
+    def draft_from_cache(
+        self, hidden: jax.Array, new: NewTokens, context: Context, cache: tuple[Any, ...], head: Any = None
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Draft one token with each depth; see `DraftsFromCache`.
+
+        The depths see the tokens that follow a position, even if they are only drafts.
+        """
+        x, tokens, drafts, entries, stack = hidden, new.following, [], [], self._stack()
+        for module, entry in zip(self.mtp, cache, strict=True):
+            x = module.combine(x, self.embed({"tokens": tokens[:, None]}))
+            x, (entry,) = stack(nnx.List([module.layer]), x, dataclasses.replace(context, shared={}), (entry,))
+            logits = self.logits(module.norm(x[new.last]), head)[:, 0]
+            drafts.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+            entries.append(entry)
+            known = tokens.at[new.successors].get(mode="clip")
+            tokens = jnp.where(new.successors < len(tokens), known, drafts[-1][new.requests])
+        return jnp.stack(drafts, axis=1), tuple(entries)
 
     def _stack(self) -> Stack:
         """Return a stack that runs a layer with the remat policy of the decoder."""
