@@ -153,8 +153,8 @@ GRANITE = {
 TEXT_MODELS = {"Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"}
 """Multimodal models. Their text models have separate config classes."""
 
-UNSCALED = {"Gemma4"}
-"""Models that do not scale the scores of attention."""
+SMALL = {"Gemma4": ("q_norm", "per_layer_input_gate")}
+"""Weights that are small, because the model does not scale attention scores, and because it normalizes the result of a gate."""
 
 # name -> (class, config, options): shards, gradients, a model_type that transformers does not have, names of published
 # tensors that transformers writes differently
@@ -168,7 +168,8 @@ MODELS = {
                           "final_logit_softcapping": 6.0}, {"gradients": True}),
     "gemma3": ("Gemma3", {**GEMMA, "num_hidden_layers": 7}, {}),
     "gemma4": ("Gemma4", {**GEMMA4, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
-                          "layer_types": [WINDOWED, WINDOWED, GLOBAL, WINDOWED, GLOBAL], "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+                          "layer_types": [WINDOWED, WINDOWED, GLOBAL, WINDOWED, GLOBAL],
+                          "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
                           "final_logit_softcapping": 6.0}, {}),
     "gemma4-moe": ("Gemma4", {**GEMMA4, "num_hidden_layers": 3, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
                               "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
@@ -296,8 +297,6 @@ def build(kind: str, more: dict, seed: int) -> torch.nn.Module:
             noise = torch.randn(value.shape, generator=generator)
             if "norm" in name or "ln_" in name or "scal" in name:
                 noise = 0.2 * noise + (value if value.ndim == 1 else 0)
-                if kind in UNSCALED and "q_norm" in name:  # as trained weights do, which keeps the softmax smooth
-                    noise = 0.3 * noise
             elif value.ndim == 1:
                 noise = 0.1 * noise
             else:
@@ -307,6 +306,8 @@ def build(kind: str, more: dict, seed: int) -> torch.nn.Module:
                     if "emb" in name or "wte" in name or "wpe" in name
                     else 1.2 * fan**-0.5
                 )
+            if any(part in name for part in SMALL.get(kind, ())):
+                noise = 0.3 * noise
             value.copy_(noise.bfloat16().float())
     return model
 

@@ -1,7 +1,8 @@
 """Length scaling of rotary frequencies, for texts that are longer than those that the model was trained on.
 
 Each scaling is a node that builds a function of the unscaled frequencies. The scalings are those of Hugging Face's
-configs, so `rope_scaling` entries carry over: `linear`, `yarn`, `llama3`, `proportional`, and `ntk`, which is `dynamic` at a fixed length.
+configs, so `rope_scaling` entries carry over: `linear`, `yarn`, `llama3`, `proportional`, and `ntk`, which is `dynamic` at a
+fixed length.
 """
 
 import math

@@ -48,7 +48,7 @@ PER_LAYER_RULES = (
 
 
 class Gemma4(Family):
-    """Gemma 4: global layers with larger heads, and optionally shared keys, per-layer embeddings and a second feed-forward layer."""
+    """Gemma 4: global layers with larger heads, and optionally shared keys, per-layer embeddings, and experts next to each MLP."""
 
     experiment = "llama3-8b"
     architectures: ClassVar = ("Gemma4ForCausalLM",)
