@@ -62,6 +62,8 @@ YARN = {
     "mscale_all_dim": 1.0,
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8}
+WINDOWED, GLOBAL = "sliding_attention", "full_attention"
+GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 8, "intermediate_size": 16}
 LATENT = {
     "num_key_value_heads": 4,
     "num_hidden_layers": 3,
@@ -165,8 +167,11 @@ GRANITE = {
     "logits_scaling": 0.5,
 }
 
-TEXT_MODELS = {"Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe"}
+TEXT_MODELS = {"Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"}
 """Multimodal models. Their text models have separate config classes."""
+
+SMALL = {"Gemma4": ("q_norm", "per_layer_input_gate")}
+"""Weights that are small, because the model does not scale attention scores, and because it normalizes the result of a gate."""
 
 # name -> (class, config, options): shards, gradients, a model_type that transformers does not have, names of published
 # tensors that transformers writes differently
@@ -179,6 +184,14 @@ MODELS = {
     "gemma2": ("Gemma2", {**GEMMA, "num_hidden_layers": 4, "attn_logit_softcapping": 5.0,
                           "final_logit_softcapping": 6.0}, {"gradients": True}),
     "gemma3": ("Gemma3", {**GEMMA, "num_hidden_layers": 7}, {}),
+    "gemma4": ("Gemma4", {**GEMMA4, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+                          "layer_types": [WINDOWED, WINDOWED, GLOBAL, WINDOWED, GLOBAL],
+                          "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+                          "final_logit_softcapping": 6.0}, {}),
+    "gemma4-moe": ("Gemma4", {**GEMMA4, "num_hidden_layers": 3, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+                              "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+                              "moe_intermediate_size": 16, "layer_types": [WINDOWED, WINDOWED, GLOBAL],
+                              "use_bidirectional_attention": "vision"}, {}),
     "deepseek-v2": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4,
                                    "topk_group": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": False}, {}),
     "deepseek-v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2,
@@ -299,11 +312,14 @@ def build(kind: str, more: dict, seed: int) -> torch.nn.Module:
     head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
     model = getattr(transformers, head)(config).eval().float()
     generator = torch.Generator().manual_seed(seed)
-    tensors = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if "correction_bias" in n)]
+    tensors = [
+        *model.named_parameters(),
+        *((n, b) for n, b in model.named_buffers() if "correction_bias" in n or "layer_scalar" in n),
+    ]
     with torch.no_grad():
         for name, value in tensors:
             noise = torch.randn(value.shape, generator=generator)
-            if "norm" in name or "ln_" in name:
+            if "norm" in name or "ln_" in name or "scal" in name:
                 noise = 0.2 * noise + (value if value.ndim == 1 else 0)
             elif value.ndim == 1:
                 noise = 0.1 * noise
@@ -314,6 +330,8 @@ def build(kind: str, more: dict, seed: int) -> torch.nn.Module:
                     if "emb" in name or "wte" in name or "wpe" in name
                     else 1.2 * fan**-0.5
                 )
+            if any(part in name for part in SMALL.get(kind, ())):
+                noise = 0.3 * noise
             value.copy_(noise.bfloat16().float())
     return model
 
