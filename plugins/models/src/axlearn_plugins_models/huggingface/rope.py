@@ -227,7 +227,7 @@ def _linear(rope: Json, hf: Settings) -> Json:
 
 
 def _proportional(rope: Json, hf: Settings) -> Json:
-    factor = None if rope.get("factor") is None else _number(rope, "factor")
+    factor = None if rope.get("factor") is None else positive_number(rope, "factor")
     return {"type": "proportional-rope-scaling", "fraction": float(rope.get(FACTOR, 1.0)), "factor": factor}
 
 
