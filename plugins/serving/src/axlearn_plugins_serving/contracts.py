@@ -194,6 +194,11 @@ class Statistics:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of drafted tokens that the model accepted, or None if no token was drafted."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
+
 
 class Engine(Protocol):
     """Continues many prompts at the same time.
@@ -274,6 +279,7 @@ class Row:
         state: Row of the state pool to continue from, if it is not the slot's own row. See `KeepsStates`.
         snapshots: Rows of the pool in which to save the state, by position: a row holds the state after this number of tokens.
         verifies: Whether `tokens` after the first one are drafts, which `targets` contains too.
+        following: Prompt token after the last one of `tokens`, if a later step computes it.
     """
 
     slot: int
@@ -286,6 +292,7 @@ class Row:
     state: int | None = None
     snapshots: Mapping[int, int] = {}
     verifies: bool = False
+    following: int | None = None
 
 
 @attrs.frozen(kw_only=True)

@@ -330,7 +330,7 @@ def _build_row(part: Part, mask: Any, *, token_known: bool) -> Row:
 
     If `token_known` is True, the row contains the last token, because the runner's last token may follow a rejected draft.
     """
-    state, tokens, targets = part.state, (), None
+    state, tokens, targets, following = part.state, (), None, None
     assert state.slot is not None
     if part.draft:
         tokens, targets = (state.tokens[-1], *part.draft), (*part.draft, 0)
@@ -339,12 +339,13 @@ def _build_row(part: Part, mask: Any, *, token_known: bool) -> Row:
     else:
         end = part.start + part.count
         tokens = state.tokens[part.start : end]
+        following = state.tokens[end] if end < len(state.tokens) else None
         if not state.sent_prompt_logprobs:
             targets = state.tokens[part.start + 1 : end + 1]
             targets += [0] * (part.count - len(targets))  # the token after the last one is unknown
     return Row(
         slot=state.slot, tokens=tokens, start=part.start, blocks=state.blocks, sample=part.sample, mask=mask,
-        targets=targets, verifies=bool(part.draft),
+        targets=targets, verifies=bool(part.draft), following=following,
     )  # fmt: skip
 
 

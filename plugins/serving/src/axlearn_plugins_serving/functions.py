@@ -27,7 +27,7 @@ from axlearn_plugins_serving import token_sampling
 from axlearn_plugins_serving.serving_linear import WeightLayout, lay_out_maps
 from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, VERIFIED, Step, StepBucket
 from axlearn_plugins_serving.token_sampling import ChosenTokens, Tables
-from axlearn_plugins_transformer.causal_lm import DraftsTokens, splits_decoder
+from axlearn_plugins_transformer.causal_lm import DraftsFromCache, DraftsTokens, NewTokens, splits_decoder
 from axlearn_plugins_transformer.functions import Arrays, GenerationFunctions
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_plugins_transformer.layer_roles import OutputHeadRole
@@ -77,12 +77,17 @@ class ServingFunctions:
         self.sizes, self.vocab = sizes, model.vocab_size
         if sizes.drafts:
             _check_drafts(model)
-        self._generation = GenerationFunctions(model, _layout_editor(sizes.layout))
+        self._heads_keep_cache = sizes.drafts and isinstance(model, DraftsFromCache)
+        options = {"heads": True} if self._heads_keep_cache else {}
+        self._generation = GenerationFunctions(model, _layout_editor(sizes.layout), **options)
         decoder = model.decoder
         head = children(decoder.cfg)["head"] if isinstance(decoder.cfg, OutputHeadRole) else None
         self._tied = head is None
         self.specs: dict[str, Any] = dict(self._generation.specs)
-        self.cache_spec = self._generation.bind(self._generation.specs).cache_spec()
+        separate = self._generation.bind(self._generation.specs)
+        spec = separate.cache_spec()
+        self._num_layers = len(spec)
+        self.cache_spec = (*spec, *separate.draft_cache_spec()) if self._heads_keep_cache else spec
 
     def declare(self) -> Mapping[str, Function]:
         """Return the functions that create the inputs of steps, by name."""
@@ -234,8 +239,10 @@ class ServingFunctions:
         arrays = zip(jax.tree.leaves(self.cache_spec), jax.tree.leaves(cache), strict=True)
         return tuple(array for entry, array in arrays if entry.per == "page")
 
-    def _run_decoder(self, arrays: Arrays, cache: Any, tables: Tables, step: Step) -> tuple[Any, jax.Array, Any]:
-        """Return the model, the decoder output before `finish` [T, D] and the new cache."""
+    def _run_decoder(
+        self, arrays: Arrays, cache: Any, tables: Tables, step: Step
+    ) -> tuple[Any, jax.Array, Any, Context]:
+        """Return the model, the decoder output before `finish` [T, D], the new cache and the context of the layers."""
         model = self._generation.bind(arrays)
         positions, real = step.positions()
         slots = step.slots(positions, real, self.sizes.blocks, self.sizes.block_size)
@@ -246,14 +253,14 @@ class ServingFunctions:
         tokens, positions = self._pad(tokens), self._pad(positions)
         slots = dataclasses.replace(slots, write=self._pad(slots.write, self.sizes.blocks * self.sizes.block_size))
         context = Context(positions=positions[:, None], slots=slots)  # type: ignore[arg-type]
-        cache = Cache(cache, jnp.zeros((), jnp.int32))
+        cache, heads = Cache(cache[: self._num_layers], jnp.zeros((), jnp.int32)), cache[self._num_layers :]
         with self._select_adapters(tables, step.slot[step.row_indices()]):
             if splits_decoder(model):
                 inputs, context, options = model.decoder_inputs({"tokens": tokens[:, None]}, context)
                 x, new = model.decoder.begin(inputs, context, cache, **options)
             else:
                 x, new = model.hidden_states({"tokens": tokens[:, None]}, context, cache)
-        return model, x[:, 0], new.layers
+        return model, x[:, 0], (*new.layers, *heads), context
 
     def _pad(self, x: jax.Array, value: int = 0) -> jax.Array:
         """Pad to `min_rows` rows."""
@@ -298,25 +305,66 @@ class ServingFunctions:
         Return the choices [L], log-probabilities of targets [K C], the new cache and the new tables.
         """
         step = bucket.unpack(packed)
-        model, x, cache = self._run_decoder(arrays, cache, tables, step)
+        model, x, cache, context = self._run_decoder(arrays, cache, tables, step)
         targets = (
             self._score_targets(model, arrays, tables, x[bucket.rows : bucket.tokens], step) if bucket.chunks else None
         )
         logits = self._logits(model, arrays, tables, x[step.last_indices()], step.slot)
         sampled, tables = self._choose_tokens(logits, tables, step)
         if self.sizes.drafts:
-            sampled = sampled._replace(drafts=self._draft(model, tables, x, step, sampled.token, targets))
+            places, tokens = self._accepted(step, sampled.token, targets)
+            if self._heads_keep_cache:
+                drafts, heads = self._draft_from_cache(
+                    model, arrays, tables, x, step, places, tokens, context, cache[self._num_layers :]
+                )
+                cache = (*cache[: self._num_layers], *heads)
+            else:
+                hidden = self._hidden(model, tables, x[places], step.slot)
+                drafts = model.draft(hidden, self._pad(tokens))
+            sampled = sampled._replace(drafts=drafts[: step.bucket.results].astype(jnp.int32))
         return sampled, targets, cache, tables
 
-    def _draft(
-        self, model: Any, tables: Tables, x: jax.Array, step: Step, chosen: jax.Array, targets: ChosenTokens | None
-    ) -> jax.Array:
-        """Return the tokens that the model drafts after each row's last accepted token, int32 [L, K].
+    def _draft_from_cache(
+        self,
+        model: Any,
+        arrays: Arrays,
+        tables: Tables,
+        x: jax.Array,
+        step: Step,
+        places: jax.Array,
+        tokens: jax.Array,
+        context: Context,
+        cache: tuple[Any, ...],
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Return the tokens that the model drafts after each row's last accepted token, int32 [L, K], and the heads' caches.
 
         Args:
             model: The model.
+            arrays: Weights.
             tables: The tables.
             x: Outputs of `_run_decoder`, [T, D].
+            step: The step.
+            places: Index of each row's last accepted token, int32 [L].
+            tokens: Tokens after them, int32 [L].
+            context: Context of the layers.
+            cache: Caches of the heads.
+        """
+        rows, indices = step.row_indices(), jnp.arange(step.bucket.tokens, dtype=jnp.int32)
+        # The targets of a prompt are its own tokens, unless the row chooses the token after it.
+        following = jnp.concatenate([tokens[: step.bucket.rows], step.targets.reshape(-1)])
+        following = following.at[places].set(jnp.where(step.flags & SAMPLED > 0, tokens, following[places]))
+        successors = jnp.where(indices < places[rows], indices + 1, x.shape[0])
+        new = NewTokens(self._pad(following), self._pad(successors, x.shape[0]), self._pad(rows), places)
+        slots = step.slot[rows]
+        hidden = self._hidden(model, tables, x, slots)
+        with self._select_adapters(tables, slots):
+            return model.draft_from_cache(hidden, new, context, cache, arrays.get(HEAD))
+
+    @staticmethod
+    def _accepted(step: Step, chosen: jax.Array, targets: ChosenTokens | None) -> tuple[jax.Array, jax.Array]:
+        """Return the index of each row's last accepted token, int32 [L], and the token after it, int32 [L].
+
+        Args:
             step: The step.
             chosen: Token after the last token of each row, int32 [L].
             targets: Log-probabilities of the targets in chunks, if the step has chunks.
@@ -332,8 +380,7 @@ class ServingFunctions:
             preferred = jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
             places = places.at[rows:].set(jnp.where(rejects, first + accepted, places[rows:]))
             tokens = tokens.at[rows:].set(jnp.where(rejects, preferred, tokens[rows:]))
-        hidden = self._hidden(model, tables, x[places], step.slot)
-        return model.draft(hidden, self._pad(tokens))[: step.bucket.results].astype(jnp.int32)
+        return places, tokens
 
     def _score_targets(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, step: Step) -> ChosenTokens:
         """Return the log-probabilities of the targets, computed one chunk at a time."""
@@ -371,7 +418,7 @@ class ServingFunctions:
         def one(index: jax.Array, state: Any) -> Any:
             results, cache, tables = state
             substep = step.substep(index, self.sizes.block_size)
-            model, x, cache = self._run_decoder(arrays, cache, tables, substep)
+            model, x, cache, _ = self._run_decoder(arrays, cache, tables, substep)
             logits = self._logits(model, arrays, tables, x[substep.last_indices()], substep.slot)
             sampled, tables = self._choose_tokens(logits, tables, substep)
             return jax.tree.map(lambda all, x: all.at[index].set(x), results, sampled), cache, tables
@@ -381,11 +428,12 @@ class ServingFunctions:
 
 def _check_drafts(model: object) -> None:
     """Raise `RequestError` if the model has no heads that draft tokens."""
-    if not isinstance(model, DraftsTokens):
+    if not isinstance(model, DraftsTokens | DraftsFromCache):
         raise RequestError(
             f"{type(model).__name__} cannot draft tokens: it has no method `draft`\n"
             "    got: serving.drafter=model-drafter\n"
-            f"    fix: set serving.drafter=ngram-drafter or null, or see `DraftsTokens` in {DraftsTokens.__module__}"
+            "    fix: set serving.drafter=ngram-drafter or null, train the model with the feature multi-token-prediction, or see "
+            f"`DraftsTokens` in {DraftsTokens.__module__}"
         )
 
 

@@ -107,10 +107,13 @@ class Packer:
         else:
             begin = bucket.rows + (index - bucket.rows) * bucket.chunk
             step.tokens[begin : begin + len(part.tokens)] = part.tokens
+            offset, count = part.start - row.start, len(part.tokens)
             if row.targets is not None:
-                offset = part.start - row.start
-                step.targets[index - bucket.rows, : len(part.tokens)] = row.targets[offset : offset + len(part.tokens)]
+                targets = row.targets[offset : offset + count]
                 step.header[TARGETS] = 1
+            else:  # heads that draft tokens read the prompt tokens that follow; nothing scores them
+                targets = [*row.tokens[offset + 1 : offset + 1 + count], row.following or 0][:count]
+            step.targets[index - bucket.rows, :count] = targets
         if part.last and row.sample:
             step.flags[index] = SAMPLED | (MASKED if row.mask is not None else 0) | (VERIFIED if row.verifies else 0)
             step.header[KIND] = max(step.header[KIND], sampling_kind(sampling, row.mask is not None))

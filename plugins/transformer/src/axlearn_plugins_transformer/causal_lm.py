@@ -1,7 +1,7 @@
 """The causal language model: a decoder, an output layer and a loss."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ class SplitDecoder(Protocol):
 class DraftsTokens(Protocol):
     """A model with heads that draft tokens, for speculative decoding.
 
-    Examples are the heads of multi-token prediction (Gloeckle et al., 2024) and of Medusa (Cai et al., 2024).
+    Examples are the heads of Gloeckle et al., 2024, and of Medusa (Cai et al., 2024).
     """
 
     def draft(self, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -90,6 +90,57 @@ class DraftsTokens(Protocol):
 
         Returns:
             Tokens that may follow, int32 [R, K].
+        """
+        ...
+
+
+class NewTokens(NamedTuple):
+    """New tokens of requests, and what follows them.
+
+    T tokens belong to R requests. The tokens of a request are consecutive.
+
+    Attributes:
+        following: Token after each token, int32 [T].
+        successors: Index of the token after each token, int32 [T]. T if it is not one of them.
+        requests: Request of each token, int32 [T].
+        last: Index of the token after which each request continues, int32 [R].
+    """
+
+    following: jax.Array
+    successors: jax.Array
+    requests: jax.Array
+    last: jax.Array
+
+
+@runtime_checkable
+class DraftsFromCache(Protocol):
+    """A model with heads that draft tokens and keep a cache, such as those of `MultiTokenCausalLM`.
+
+    A server adds the entries of the heads to its cache, and runs the heads on all new tokens.
+    """
+
+    def unstacked(self, *, heads: bool = False) -> Any:
+        """Return the model in the form that decodes fastest, with its heads if `heads` is set."""
+        ...
+
+    def draft_cache_spec(self) -> tuple[Any, ...]:
+        """Return the entries of the heads' caches; see `KeepsCache`."""
+        ...
+
+    def draft_from_cache(
+        self, hidden: jax.Array, new: NewTokens, context: Context, cache: tuple[Any, ...], head: Any = None
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Draft the tokens that follow the next token of each request.
+
+        Args:
+            hidden: Hidden states of T new tokens, [T, 1, D].
+            new: What follows the tokens.
+            context: Context with which the decoder computed the hidden states.
+            cache: Caches of the heads.
+            head: See `CausalLM.logits`.
+
+        Returns:
+            Tokens that may follow, int32 [R, K], and the new caches.
         """
         ...
 

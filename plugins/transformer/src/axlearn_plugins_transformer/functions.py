@@ -89,12 +89,12 @@ class GenerationFunctions:
     `unstack` splits the weights of the model once.
     """
 
-    def __init__(self, model: Any, edit: Callable[[Any], None] = lambda _: None):
+    def __init__(self, model: Any, edit: Callable[[Any], None] = lambda _: None, **options: Any):
         """Trace a `CausalLM` with abstract arrays.
 
-        `edit` modifies the model with separate layers in place.
+        `edit` modifies the model with separate layers in place. `options` are arguments of the model's `unstacked`.
         """
-        self._edit = edit
+        self._edit, self._options = edit, options
         graph, state = nnx.split(model)
         structure: list[Any] = []
 
@@ -193,7 +193,7 @@ class GenerationFunctions:
         return _flat(nnx.state(self._separate(model)))
 
     def _separate(self, model: Any) -> Any:
-        separate = model.unstacked()
+        separate = model.unstacked(**self._options)
         self._edit(separate)
         return separate
 

@@ -57,6 +57,15 @@ class LanguageModelRole(Role, fields=("vocab_size", "decoder")):
     __slots__ = ()
 
 
+class ExtraLossRole(Role):
+    """A model with parameters that only its own loss trains, such as the heads of multi-token prediction.
+
+    Objectives that do not call the model's `losses` refuse it.
+    """
+
+    __slots__ = ()
+
+
 class OutputHeadRole(Role, fields=("head",)):
     """A decoder whose `head` builds the output layer.
 

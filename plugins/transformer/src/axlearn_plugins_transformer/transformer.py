@@ -26,6 +26,7 @@ from axlearn_plugins_transformer.layer_roles import (
     WidthRole,
 )
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
+from axlearn_plugins_transformer.per_layer import PER_LAYER, PerLayerInputs
 from axlearn_plugins_transformer.stack import LayerStack, Stack, StackLayer, each_layer, unstack
 from axlearn_plugins_transformer.stack_layers import join_inputs, split_inputs
 
@@ -160,6 +161,7 @@ class Decoder(Layer):
             layer: Config of the layers.
             stack: Runs the layers.
             norm: Final norm, or None.
+            per_layer: Computes an input for each layer (see `PerLayerInputs`), or None.
             head: Output head. None uses the transposed embedding.
             output_multiplier: Factor applied to the final hidden states, and so to the logits (1 / `logits_scaling` of Granite): a
                 number, or a node that builds one from the width.
@@ -173,6 +175,7 @@ class Decoder(Layer):
         layer: Node[StackLayer] = TransformerLayer.Config()
         stack: Node[LayerStack] = Stack.Config()
         norm: Node[Norm] | None = RMSNorm.Config()
+        per_layer: Node[PerLayerInputs] | None = setting(default=None, hide_default=True)
         head: Node[OutputHead] | None = None
         output_multiplier: float | Node[float] = setting(default=1.0, gt=0, hide_default=True)
 
@@ -189,6 +192,9 @@ class Decoder(Layer):
             self.norm = self.child(cfg.norm, rngs=rngs, dim=cfg.hidden_dim)
         if cfg.head is not None:
             self.head = self.child(cfg.head, rngs=rngs, **sizes)
+        if cfg.per_layer is not None:
+            widths = {"vocab_size": cfg.vocab_size, "input_dim": cfg.hidden_dim, "num_layers": cfg.num_layers}
+            self.per_layer = self.child(cfg.per_layer, rngs=rngs, **widths)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embed the tokens: int32 [B, S] -> [B, S, D]."""
@@ -197,13 +203,13 @@ class Decoder(Layer):
     def layer_inputs(self, tokens: jax.Array, embeddings: jax.Array) -> dict[str, jax.Array]:
         """Return an input for each layer by name, [B, L, ...] for L layers.
 
-        A subclass may return per-layer embeddings, for example. The layers read `Context.layer_inputs`.
+        A subclass may return others than those of `per_layer`. The layers read `Context.layer_inputs`.
 
         Args:
             tokens: int32 [B, S].
             embeddings: Their embeddings, [B, S, D].
         """
-        return {}
+        return {} if self.cfg.per_layer is None else {PER_LAYER: self.per_layer(tokens, embeddings)}
 
     def __call__(
         self,

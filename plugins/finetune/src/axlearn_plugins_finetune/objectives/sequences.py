@@ -12,11 +12,24 @@ from jax import lax
 
 from axlearn_core.config import Node
 from axlearn_core.errors import ConfigError, Problem
-from axlearn_plugins_transformer.layer_roles import LanguageModelRole
+from axlearn_plugins_transformer.layer_roles import ExtraLossRole, LanguageModelRole
 
 
 def check_language_model(model: Node[Any], path: str) -> None:
-    """Raise `ConfigError` unless the config has the `LanguageModelRole` role, like a `causal-lm`."""
+    """Raise `ConfigError` unless the config has the `LanguageModelRole` role, like a `causal-lm`.
+
+    A model that is trained, at the path `objective`, must not have parameters that only its own loss trains.
+    """
+    if path == "objective" and isinstance(model, ExtraLossRole):
+        raise ConfigError(
+            Problem(
+                path=path,
+                message="this objective would not train all parameters of the model, because it does not use the model's loss",
+                got=type(model).__qualname__,
+                expected="a model without the role ExtraLossRole",
+                fix="remove multi-token-prediction",
+            )
+        )
     if not isinstance(model, LanguageModelRole):
         raise ConfigError(
             Problem(

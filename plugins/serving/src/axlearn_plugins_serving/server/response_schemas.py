@@ -209,3 +209,5 @@ class EngineStatistics(BaseModel):
     compilations: int
     step_seconds: float
     host_seconds: float
+    drafted_tokens: int
+    accepted_tokens: int

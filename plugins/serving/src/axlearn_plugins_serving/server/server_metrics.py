@@ -28,6 +28,8 @@ COUNTERS = {
     "steps": "Steps of the engine.",
     "compilations": "Functions compiled after warm-up; any value but 0 is a bug.",
     "step_seconds": "Seconds spent submitting steps to the runner and waiting for it.",
+    "drafted_tokens": "Tokens that the drafter proposed.",
+    "accepted_tokens": "Drafted tokens that the model accepted.",
     "host_seconds": "Seconds spent planning steps and reading results while the devices compute.",
 }
 
