@@ -286,6 +286,8 @@ MODELS = {
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1]}, {}),
     "nemotron-h": ("NemotronH", {**NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe",
                                                                     "linear_attention"]}, {}),
+    "lfm2": ("Lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "intermediate_size": 70,
+                      "block_multiple_of": 8, "block_ffn_dim_multiplier": 0.9, "conv_bias": True, "conv_L_cache": 4}, {}),
     "kimi-linear": ("KimiLinear", KIMI_LINEAR, {"rename": (r"\.block_sparse_moe\.(\w+_proj)\.", r".mlp.\1.")}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, {}),
 }  # fmt: skip
