@@ -26,9 +26,7 @@ DRAFTER = {"drafter": ModelDrafter.Config()}
 def config(depth=2, **settings):
     float32 = {"model.dtype": "float32", "model.output_dtype": "float32"}
     feature = f"multi-token-prediction:depth={depth}"
-    return patch(
-        toy_models.resolve(toy_models.small("quickstart"), with_=[feature], set=settings).config, float32
-    )
+    return patch(toy_models.resolve(toy_models.small("quickstart"), with_=[feature], set=settings).config, float32)
 
 
 @functools.cache

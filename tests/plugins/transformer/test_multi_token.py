@@ -1,6 +1,5 @@
 """The depths of multi-token prediction against plain formulas that compute one document at a time."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -183,7 +183,7 @@ class MultiTokenCausalLM(CausalLM):
 
     def _stack(self) -> Stack:
         """Return a stack that runs a layer with the remat policy of the decoder."""
-        stack = self.cfg.decoder.stack
+        stack: Any = self.cfg.decoder.stack
         return Stack(Stack.Config(mode="unrolled", remat=stack.remat if isinstance(stack, StackRole) else None))
 
     @staticmethod
