@@ -183,8 +183,9 @@ class MultiTokenCausalLM(CausalLM):
 
     def _stack(self) -> Stack:
         """Return a stack that runs a layer with the remat policy of the decoder."""
-        stack: Any = self.cfg.decoder.stack
-        return Stack(Stack.Config(mode="unrolled", remat=stack.remat if isinstance(stack, StackRole) else None))
+        stack = self.cfg.decoder.stack
+        remat: Any = children(stack)["remat"] if isinstance(stack, StackRole) else None
+        return Stack(Stack.Config(mode="unrolled", remat=remat))
 
     @staticmethod
     def _has_later_token(shape: tuple[int, ...], context: Context, depth: int) -> jax.Array:
