@@ -1,6 +1,6 @@
 """The tensors of multi-token prediction in Hugging Face files. `transformers` does not read them.
 
-Files of DeepSeek-V3 and GLM-4.5 store depth k as layer `num_hidden_layers + k`, with copies of the embedding and of the output layer.
+Files of DeepSeek-V3 and GLM-4.5 store depth k as layer `num_hidden_layers + k`, with copies of the embedding and the output layer.
 Files of Qwen3-Next have one depth, whose tensors begin with `mtp.`.
 """
 
@@ -46,7 +46,7 @@ class DepthFormat:
             for rule in layer_rules:
                 ours = tuple(f"{DEPTH}{k}.layer.{path.removeprefix(LAYER)}" for path in rule.paths)
                 theirs = self.layer.format(**numbers) + rule.theirs.removeprefix(THEIRS)
-                result.append(attrs.evolve(rule, ours=ours if len(ours) > 1 else ours[0], theirs=theirs))
+                result.append(attrs.evolve(rule, ours=ours, theirs=theirs))
             for name, tensor in self.names.items():
                 pattern = "o i -> i o" if name == "projection.weight" else ""
                 result.append(Rule(f"{DEPTH}{k}.{name}", tensor.format(**numbers), pattern))
