@@ -44,7 +44,7 @@ UNPLANNED = frozenset(
     helium1-2b hunyuan-7b hunyuan-a13b k-exaone kimi-k2 kimi-linear-48b-a3b llama4-maverick llama4-scout minimax-m2
     minitron-4b olmo-1b olmo-7b olmo2-32b olmo2-7b olmo3-7b olmoe-1b-7b phi3-mini phi4 pythia-1.4b qwen2-57b-a14b
     qwen3-next-80b-a3b qwen3.5-35b-a3b qwen3.5-9b seed-oss-36b smollm3-3b stablelm-3b stablelm2-1.6b starcoder2-3b
-    starcoder2-7b
+    starcoder2-7b gemma4-26b-a4b gemma4-31b gemma4-e2b gemma4-e4b
     """.split()  # noqa: SIM905
 )
 """Experiments that were not compiled for any target yet."""
