@@ -39,7 +39,7 @@ TPU_TARGETS = {
 UNPLANNED = frozenset(
     """
     afm-4.5b apertus-8b bamba-9b command-r-35b command-r7b deepseek-v3.2 dots1 ernie4.5-0.3b ernie4.5-21b-a3b
-    exaone4-1.2b exaone4-32b gemma-2b gemma-7b glm-5 glm4-9b glm4-9b-0414 glm4.5-air glm4.6 glm4.7-flash
+    exaone4-1.2b exaone4-32b gemma-2b gemma-7b gemma4-26b-a4b gemma4-31b gemma4-e2b gemma4-e4b glm-5 glm4-9b glm4-9b-0414 glm4.5-air glm4.6 glm4.7-flash
     gpt-neox-20b gpt-oss-20b granite3.1-3b-a800m granite3.3-2b granite3.3-8b granite4-h-micro granite4-h-tiny
     helium1-2b hunyuan-7b hunyuan-a13b k-exaone kimi-k2 kimi-linear-48b-a3b lfm2-1.2b lfm2-350m lfm2-700m
     llama4-maverick llama4-scout minimax-m2 ministral-8b ministral3-14b ministral3-3b ministral3-8b minitron-4b
