@@ -56,7 +56,7 @@ PAGES = {
 
 
 def run(command: str, folder: Path, *, check: bool = True) -> str:
-    """What a command prints, with this interpreter's axlearn."""
+    """Run an `axlearn` command with this interpreter, and return its output."""
     words = [sys.executable, "-m", "axlearn_core", *shlex.split(command)[1:]]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": str(COLUMNS)}
     result = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
@@ -101,7 +101,7 @@ def page(name: str, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Makes what is named, or all of it."""
+    """Make the named files, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", choices=[[], *TERMINAL, *PAGES], metavar="NAME", help="default: all")
     names = parser.parse_args().names or [*TERMINAL, *PAGES]

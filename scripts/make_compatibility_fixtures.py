@@ -76,7 +76,7 @@ def make_runs() -> None:
 
 
 def axlearn(*words: str, cwd: Path) -> str:
-    """What a command prints on standard output."""
+    """Run a command and return its standard output."""
     command = [sys.executable, "-m", "axlearn_core", *words]
     return subprocess.run(command, cwd=cwd, check=True, stdout=subprocess.PIPE, text=True).stdout
 

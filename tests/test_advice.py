@@ -18,7 +18,7 @@ from support.paths import ROOT
 
 PLACEHOLDER = "…"
 """Placeholder for a value in an f-string."""
-OTHERS = {
+THIRD_PARTY = {
     "datasets", "jax", "jax-cuda12-plugin", "jupyterlab", "matplotlib", "moto", "pip", "skypilot", "torch", "twine", "uv", "vllm",
 }  # fmt: skip
 """Third-party packages that texts name, with any extras."""
@@ -104,7 +104,7 @@ def wrong_packages(text: str) -> list[str]:
         wrong += [f"{name}[{extra}]: no such extra" for extra in sorted(unknown)]
     for match in _INSTALL.finditer(text):
         for word in installed(match[1] or match[2] or ""):
-            if not word.startswith("axlearn-") and word.partition("[")[0] not in OTHERS:
+            if not word.startswith("axlearn-") and word.partition("[")[0] not in THIRD_PARTY:
                 wrong.append(f"{word}: not a package that this test knows")
     return wrong
 

@@ -173,7 +173,7 @@ def disable_tokenizer_threads() -> None:
 
 
 def set_thread_count(devices: int) -> None:
-    """Start enough XLA threads for virtual CPU devices.
+    """Make XLA start enough threads for virtual CPU devices.
 
     A device blocks a thread while it waits for other devices in a loop, and several loops can run concurrently. With one
     thread per device, waiting devices can occupy all threads and deadlock.

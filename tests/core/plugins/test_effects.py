@@ -122,6 +122,16 @@ def test_alternatives_have_places():
     assert [e.kind for e in find_lost(find_effects(BASE, states), swapped)] == ["alternatives"]
 
 
+def test_a_replaced_alternative_keeps_its_position():
+    sinks = patch(WITH_STATES, {"mixer.children.1": Sinks.Config()})
+    assert texts(WITH_STATES, sinks) == ["mixer: component Sinks.Config"]
+    effects = find_effects(WITH_STATES, sinks)
+    assert effects[0].branch == ("mixer:children.1",)
+    both = patch(sinks, {"mixer.children.0.query": Quantized.Config(), "mixer.children.1.query.bias": True})
+    assert find_lost(effects, both) == ()
+    assert len(find_lost(effects, patch(both, {"mixer.children.1": Attention.Config()}))) == 1
+
+
 ADAPT = find_effects(BASE, WITH_ADAPTER)
 CAP = find_effects(BASE, WITH_CAP)
 STATES = find_effects(BASE, WITH_STATES)

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from axlearn_core.config import node, patch
+from axlearn_core.config import find, node, patch
+from axlearn_core.errors import RequestError
 from axlearn_core.plugins.feature import Feature
-from axlearn_core.plugins.lost_settings import MOST, describe_lost, find_lost_settings
+from axlearn_core.plugins.lost_settings import MOST, check_not_hidden, describe_lost, find_lost_settings
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
 
@@ -66,6 +67,35 @@ def test_many_decisions_are_shortened():
     shortened = describe_lost(before, tree, "all", {}, registry().display_name)
     assert len(shortened) == MOST
     assert shortened[-1].subject.endswith(" and 2 more")
+
+
+@node
+class WithoutBias(Feature):
+    """Removes the biases of layer norms. It mistakes a bias that is off for its own work."""
+
+    def apply(self, cfg: Any) -> Any:
+        norms = find(cfg, registry().component("layer-norm"))
+        return patch(cfg, {f"{path}.bias": False for path in norms})
+
+
+@node
+class Norms(Feature):
+    """Declares that it replaces norms."""
+
+    replaces = ("model.**.norm",)
+
+
+def test_a_feature_that_an_earlier_one_left_without_effect_is_refused():
+    start: Any = registry().experiment("gpt2-124m")
+    norms = find(start, registry().component("layer-norm"))
+    other = patch(start, dict.fromkeys(norms, registry().component("rms-norm")()))
+    feature, earlier = WithoutBias(), {"remat": registry().feature("remat")()}
+    with pytest.raises(
+        RequestError, match=r"'without-bias' changes nothing after 'remat'[\s\S]*norm.bias: setting False"
+    ):
+        check_not_hidden("without-bias", feature, start, other, earlier)
+    check_not_hidden("without-bias", feature, start, feature.apply(start), earlier)
+    check_not_hidden("without-bias", feature, start, other, {"norms": Norms()})
 
 
 def test_a_feature_declares_paths():

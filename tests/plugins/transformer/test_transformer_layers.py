@@ -188,6 +188,23 @@ def test_blocks_normalise_where_they_are_told_to(settings, expected):
     np.testing.assert_allclose(run(layer, normal(1, 5, 8), Context())[0], x, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("missing", ["attention", "feed_forward"])
+def test_a_layer_may_have_one_half(missing):
+    half = {"attention": Attention.Config(num_heads=2), "feed_forward": PlainFeedForward.Config()} | {missing: None}
+    layer = build(TransformerLayer.Config(post_norm=RMSNorm.Config(), **half), input_dim=8)
+    x = normal(1, 5, 8)
+    rms = lambda t: t / np.sqrt(np.mean(np.square(t), -1, keepdims=True) + 1e-6)  # noqa: E731
+    y = run(layer.feed_forward, rms(x)) if missing == "attention" else run(layer.attention, rms(x), Context())[0]
+    np.testing.assert_allclose(run(layer, x, Context())[0], x + rms(y), rtol=1e-5, atol=1e-5)
+    assert not [path for path in weights(layer) if path.startswith(missing)]
+    assert (layer.cache_spec() == ()) == (missing == "attention")
+
+
+def test_a_layer_to_which_an_alternate_gives_no_half_is_an_error():
+    with pytest.raises(ConfigError, match="a layer needs attention, a feed-forward layer, or both"):
+        build(TransformerLayer.Config(attention=None, feed_forward=None), input_dim=8)
+
+
 @pytest.mark.slow
 def test_dtypes_come_from_the_parent_unless_a_layer_sets_its_own():
     cfg = TransformerLayer.Config(
@@ -207,6 +224,7 @@ def test_dtypes_come_from_the_parent_unless_a_layer_sets_its_own():
         (RMSNorm.Config(param_dtype="int8"), "param_dtype", "expected: one of float32"),
         (Attention.Config(num_heads=6, num_kv_heads=4), "num_kv_heads", "one of 1, 2, 3, 6"),
         (TransformerLayer.Config(attention=Attention.Config(num_heads=1), norm_sum=True), "norm_sum", "post_norm"),
+        (TransformerLayer.Config(attention=None, feed_forward=None), "", "attention or feed_forward"),
     ],
 )
 def test_wrong_configs_are_named(cfg, path, hint):

@@ -111,7 +111,7 @@ def get_coordinates(device: Any) -> list[int]:
 
 
 def get_compiler_client(device: Any) -> Any:
-    """Return the compiler client of a device. None for described devices without a client."""
+    """Return the compiler client of a device, or None for a described device without one."""
     return getattr(device, "client", None)
 
 

@@ -115,7 +115,12 @@ def _compare_node(old: Any, new: Node[Any], place: str, *, alternative: bool = F
     cls = type(new)
     if type(old) is cls:
         for name, value in _own_fields(new).items():
-            yield from _compare(get_fields(old)[name], value, join(place, name), cls)
+            before, full = get_fields(old)[name], join(place, name)
+            if name in cls.wraps and isinstance(value, tuple) and len(before) == len(value):
+                for i, (a, b) in enumerate(zip(before, value, strict=True)):  # the layers keep their positions
+                    yield from _compare(a, b, join(full, str(i)), cls)
+            else:
+                yield from _compare(before, value, full, cls)
         return
     below = wrapped_nodes(new)
     continued = {name for name, node in below.items() if any(_continues(n, old) for _, n in slot_nodes(node))}

@@ -6,9 +6,11 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import ABSENT, Node, get_fields
-from axlearn_core.config.tree import children, join, slot_path, walk
+from axlearn_core.config.tree import children, join, matches, slot_path, walk
+from axlearn_core.errors import AxlearnError, RequestError
 from axlearn_core.plugins.decisions import Decision
 from axlearn_core.plugins.effects import Effect, find_effects, find_lost
+from axlearn_core.plugins.feature import Feature
 
 MOST = 4
 """Number of decisions per feature. The last one gives the number of the others."""
@@ -48,6 +50,43 @@ def describe_lost(
         outcome = _describe_outcome(effect, old, after, name_of)
         decisions.append(Decision("replaced", effect.place, f"{old_text}{origin} {outcome}, by feature {feature}"))
     return _shorten(list(dict.fromkeys(decisions)))
+
+
+def check_not_hidden(
+    name: str, feature: Feature, start: Node[Any], tree: Node[Any], earlier: Mapping[str, Feature]
+) -> None:
+    """Check that a feature that changed nothing is not without effect because of earlier features.
+
+    Args:
+        name: Name of the feature.
+        feature: The feature.
+        start: Config before any feature was applied.
+        tree: Config with the earlier features, which the feature did not change.
+        earlier: The features that were applied before, by name.
+
+    Raises:
+        RequestError: If the feature would change `start`, `tree` does not have that effect, and no earlier feature declares in
+            `replaces` that it replaces it.
+    """
+    try:
+        effects = find_effects(start, feature.apply(start))
+    except AxlearnError:
+        return  # it needs what the others add
+    patterns = [pattern for other in earlier.values() for pattern in other.replaces]
+    hidden = [
+        e for e in find_lost(effects, tree) if not any(matches(p, path) for p in patterns for path in _prefixes(e.path))
+    ]
+    if hidden:
+        others = ", ".join(repr(other) for other in earlier)
+        raise RequestError(
+            f"the feature {name!r} changes nothing after {others}\n    expected: {hidden[0]}\n"
+            f"    fix: remove one of the features, or select other nodes; see `axlearn features show {name}`"
+        )
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
 
 
 def filter_decisions(decisions: Iterable[Decision], paths: Iterable[str]) -> list[Decision]:

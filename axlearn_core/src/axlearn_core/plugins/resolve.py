@@ -30,7 +30,7 @@ from axlearn_core.plugins.apply_settings import apply_settings, describe_replace
 from axlearn_core.plugins.backends import prepare_backends
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
-from axlearn_core.plugins.lost_settings import describe_lost, filter_decisions
+from axlearn_core.plugins.lost_settings import check_not_hidden, describe_lost, filter_decisions
 from axlearn_core.plugins.mesh_replacement import find_mesh_replacement
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import Entry, Registry, registry
@@ -496,10 +496,9 @@ class _Resolution:
             ) from None
 
     def _apply_features(self, tree: Node[Any], features: Mapping[str, Feature]) -> Node[Any]:
-        changed: dict[tuple[str, str], list[tuple[Entry, Change]]] = {}
+        start, changed = tree, dict[tuple[str, str], list[tuple[Entry, Change]]]()
         order = Order.from_features(features, self.names)
-        for name in order.names:
-            feature = features[name]
+        for name, feature in ((name, features[name]) for name in order.names):
             entry = self.names.entry("features", name)
             before, tree = tree, _apply_feature(tree, feature, entry)
             changes = diff(before, tree, self.names.display_name)
@@ -508,8 +507,10 @@ class _Resolution:
                     f"the feature {name!r} ({entry.origin}) changes nothing in this config: it matches no node, or "
                     f"the config already has it\n    fix: remove it; see `axlearn features show {name}`"
                 )
-            if not changes and any(use.name == name for use in self.request.features):
-                self._add_decision("unchanged", f"the feature {name!r}", "the config already has it")
+            if not changes:
+                check_not_hidden(name, feature, start, tree, dict(self.applied))
+                if any(use.name == name for use in self.request.features):
+                    self._add_decision("unchanged", f"the feature {name!r}", "the config already has it")
             if feature.stage == "execute":
                 _check_execution(changes, before, tree, entry)
             for change in changes:

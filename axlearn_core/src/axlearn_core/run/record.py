@@ -136,7 +136,8 @@ class RunDir:
             ) from None
         if uri is None and (scheme := re.match(r"([a-z][a-z0-9+.-]+):/", str(path))):
             raise RequestError(
-                f"the run directory {str(path)!r} is a URI of {scheme[1]}\n    expected: a local or mounted directory\n"
+                f"the run directory {str(path)!r} is a URI with the scheme {scheme[1]!r}\n"
+                "    expected: a local or mounted directory\n"
                 f"    fix: use a path; only `axlearn train --run-dir {scheme[1]}://...` can write runs to storages"
             )
         if path.exists() and not path.is_dir():

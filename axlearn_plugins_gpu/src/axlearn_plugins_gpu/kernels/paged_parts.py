@@ -4,7 +4,7 @@ The library's function requires keys and values in separate arrays, with one hea
 keys and values, so slicing them would copy the cache. This module therefore calls the library's kernel body with its own
 block specs.
 
-Legend: see `paged_attention`; K is the number of parts of a table.
+Legend: see `paged_attention`; K is the number of parts into which a page table is split.
 """
 
 import functools

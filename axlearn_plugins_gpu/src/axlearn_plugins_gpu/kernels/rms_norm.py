@@ -84,7 +84,7 @@ def _run(x: jax.Array, weight: jax.Array, static: _Static, **options: Any) -> An
         return norm(x, weight, None, **static.options, **options)
 
 
-# While being traced, tokamax's own derivative asks whether the local machine can run the kernel.
+# Define the derivative here: when tokamax's own is traced, it checks whether the local machine can run the kernel.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _normalize(x: jax.Array, weight: jax.Array, static: _Static) -> jax.Array:
     return _run(x, weight, static)

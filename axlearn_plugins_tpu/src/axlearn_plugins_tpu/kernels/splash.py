@@ -80,7 +80,7 @@ class Structure:
 
 
 class _CausalFrom(splash_masks.Mask):
-    """Causal mask whose query positions are known only at run time, so that no block is skipped statically.
+    """Causal mask whose query positions are known only at run time, so no block can be skipped statically.
 
     A query that sees the first L keys and the keys up to its own position is a causal query at position max(L - 1,
     position).

@@ -19,7 +19,7 @@ TOY = {
 
 
 def gpt_oss_20b() -> Trainer.Config:
-    """Pretrain gpt-oss-20b: 20.9B parameters, of which each token uses 3.6B.
+    """Pretrain gpt-oss-20b, a mixture of 32 experts. It has 20.9B parameters, and a token uses 3.6B.
 
     Sizes: huggingface.co/openai/gpt-oss-20b/blob/main/config.json.
     """

@@ -21,6 +21,7 @@ from axlearn_plugins_moe.routing import Router, Routing, assignment_mask, count_
 from axlearn_plugins_transformer.feed_forward import FeedForward
 from axlearn_plugins_transformer.kernels.gated_linear_unit import Activation, ActivationFunction, GatedForm
 from axlearn_plugins_transformer.layer_roles import ExpertsRole
+from axlearn_plugins_transformer.norm import Norm
 
 
 class MixtureOfExperts(Layer):
@@ -42,6 +43,7 @@ class MixtureOfExperts(Layer):
             form: How an expert combines its gate and up projections, such as `{type: clamped-form}`. None is
                 `activation(gate) * up`.
             weigh_inputs: Multiply the input of an expert by the routing weight, instead of its output (Llama 4).
+            norm: Norm of the experts' input, or None. The router and `shared` read the input without it (Gemma 4).
             router: Chooses the experts of each token.
             dispatch: Sends tokens to their experts and combines the outputs.
             shared: Additional feed-forward layer that every token uses (DeepSeekMoE, arXiv 2401.06066).
@@ -60,6 +62,7 @@ class MixtureOfExperts(Layer):
         activation: Activation | Node[ActivationFunction] = "silu"
         form: Node[GatedForm] | None = setting(default=None, hide_default=True)
         weigh_inputs: bool = setting(default=False, hide_default=True)
+        norm: Node[Norm] | None = setting(default=None, hide_default=True)
         router: Node[Router] = SoftmaxRouter.Config()
         dispatch: Node[Dispatch] = DroplessDispatch.Config()
         shared: Node[FeedForward] | None = None
@@ -98,6 +101,8 @@ class MixtureOfExperts(Layer):
         self.gate = None if cfg.gate is None else build_maps(cfg.gate, width, hidden, "embed", "mlp")
         self.up = build_maps(cfg.up, width, hidden, "embed", "mlp")
         self.down = build_maps(cfg.down, hidden, width, "mlp", "embed")
+        if cfg.norm is not None:
+            self.norm = self.child(cfg.norm, rngs=rngs, dim=cfg.input_dim)
         if cfg.shared is not None:
             self.shared = self.child(cfg.shared, rngs=rngs, input_dim=cfg.input_dim)
         if cfg.shared_gate is not None:
@@ -112,7 +117,7 @@ class MixtureOfExperts(Layer):
         with module_scope(self):
             routing = self.router(x)
             self._report(routing, x.shape[1])
-            y = cfg.dispatch.build()(x, routing, experts)
+            y = cfg.dispatch.build()(x if cfg.norm is None else self.norm(x), routing, experts)
         return tag(y if cfg.shared is None else y + self._shared(x), "mlp_out")
 
     def _shared(self, x: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ from axlearn_plugins_moe.routing import (
     z_loss,
 )
 from axlearn_plugins_transformer.kernels.gated_linear_unit import build_function
+from axlearn_plugins_transformer.norm import Norm
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -75,6 +76,8 @@ class LinearRouter(Layer):
         """Settings that all routers share.
 
         Attributes:
+            norm: Norm of the router's input, or None.
+            logit_multiplier: Factor applied to the logits, before their bias.
             logit_bias: Add a trained bias to the logits (gpt-oss).
             score: Score function. None is the one that names the router.
             z_loss: Weight of log(Z)^2.
@@ -84,6 +87,8 @@ class LinearRouter(Layer):
         input_dim: int = interface(default=REQUIRED)
         num_experts: int = interface(default=REQUIRED)
         top_k: int = interface(default=REQUIRED)
+        norm: Node[Norm] | None = setting(default=None, hide_default=True)
+        logit_multiplier: float = setting(default=1.0, gt=0, hide_default=True)
         logit_bias: bool = setting(default=False, hide_default=True)
         score: Node[ScoreFunction] | None = setting(default=None, hide_default=True)
         z_loss: float = setting(default=0.0, ge=0, kind="training")
@@ -92,13 +97,18 @@ class LinearRouter(Layer):
     def __init__(self, cfg: Config[Any], *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
         self.weight = self.parameter(rngs, cfg.init, (cfg.input_dim, cfg.num_experts), ("embed", "experts"))
+        if cfg.norm is not None:
+            self.norm = self.child(cfg.norm, rngs=rngs, dim=cfg.input_dim)
         if cfg.logit_bias:
             self.logit_bias = self.parameter(rngs, Constant(), (cfg.num_experts,), ("experts",))
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Compute the logits, [B, S, D] -> float32 [B, S, E], and add the z-loss."""
+        x = x if self.cfg.norm is None else self.norm(x)
         x, weight = x.astype(jnp.float32), self.weight[...].astype(jnp.float32)
         logits = lax.dot_general(x, weight, (((2,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
+        if self.cfg.logit_multiplier != 1:
+            logits = logits * self.cfg.logit_multiplier
         if self.cfg.logit_bias:
             logits = logits + self.logit_bias[...].astype(jnp.float32)[None, None]
         logits = tag(constrain(logits, "batch", "sequence", None), "router_logits")
@@ -169,6 +179,7 @@ class SoftmaxRouter(LinearRouter):
                 probabilities (Switch). None normalizes if a token has several experts; with one expert, the weight
                 would be 1 and the router would learn nothing.
             scale: Factor applied to the weights after normalization (the routed scaling factor of DeepSeek-V2, arXiv 2405.04434).
+            expert_scale: Multiply the weights by a trained factor per expert (Gemma 4).
             num_groups: Number of groups of adjacent experts (device-limited routing, section 2.2.2 of the same paper).
             top_groups: Groups per token: those whose best expert has the largest probability.
             load_balance: Weight of the load-balance loss (Fedus et al., 2021), computed over all tokens of the batch.
@@ -177,6 +188,7 @@ class SoftmaxRouter(LinearRouter):
 
         normalize: bool | None = None
         scale: float = setting(default=1.0, gt=0)
+        expert_scale: bool = setting(default=False, hide_default=True)
         num_groups: int = setting(default=1, ge=1)
         top_groups: int = setting(default=1, ge=1)
         load_balance: float = setting(default=0.01, ge=0, kind="training")
@@ -185,6 +197,8 @@ class SoftmaxRouter(LinearRouter):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, rngs=rngs, precision=precision)
         check_groups("softmax", cfg)
+        if cfg.expert_scale:
+            self.expert_scale = self.parameter(rngs, Constant(value=1.0), (cfg.num_experts,), ("experts",))
         if cfg.load_balance:
             self.batch_dependence = BALANCES
 
@@ -195,6 +209,8 @@ class SoftmaxRouter(LinearRouter):
         weight, expert = lax.top_k(mask_other_groups(scores, cfg.num_groups, cfg.top_groups, judges=1), cfg.top_k)
         if cfg.top_k > 1 if cfg.normalize is None else cfg.normalize:
             weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
+        if cfg.expert_scale:
+            weight = weight * self.expert_scale[...].astype(jnp.float32)[expert]
         expert = flatten_choices(expert)
         if cfg.load_balance:
             add_loss("load_balance", cfg.load_balance * load_balance_loss(expert, self.shares(scores)))

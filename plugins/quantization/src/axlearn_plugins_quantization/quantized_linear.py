@@ -103,7 +103,7 @@ class QuantizedLinear(Linear):
         return self._largest(self.activation_magnitudes, x), self._largest(self.weight_magnitudes, weight)
 
     def _largest(self, magnitudes: Magnitudes, array: jax.Array) -> jax.Array:
-        """Return the largest magnitude of the history, or of `array` if the history is empty. Add `array` to the history."""
+        """Return the largest magnitude of the history, or of `array` if it is empty. In training, add `array`'s to the history."""
         history = magnitudes[...]
         newest = jax.lax.stop_gradient(jnp.max(jnp.abs(array)).astype(jnp.float32))
         if not self.use_running_average:

@@ -1,1 +1,1 @@
-"""Recurrent layers: gated DeltaNet, Kimi delta attention and Mamba-2, and the features that put them into a model."""
+"""Recurrent layers (gated DeltaNet, Kimi delta attention, Mamba-2, gated convolutions) and features that put them into a model."""

@@ -53,7 +53,8 @@ class RecurrentFeature(Feature):
             expected="a layer with a slot `Node[AttentionLayer]`",
             fix=f"leave {self.label} out",
         )
-        return fill_slots(cfg, AttentionLayer, lambda _, old: self._fill(old), no_match=no_match)
+        fill = lambda _, old: self._fill(old) if isinstance(old, Node) else None  # noqa: E731
+        return fill_slots(cfg, AttentionLayer, fill, no_match=no_match)
 
     def _fill(self, old: Any) -> Any:
         kinds = (*old.first, *old.children) if isinstance(old, Alternate) else (old,)

@@ -1,7 +1,8 @@
 """Length scaling of rotary frequencies, for texts that are longer than those that the model was trained on.
 
 Each scaling is a node that builds a function of the unscaled frequencies. The scalings are those of Hugging Face's
-configs, so `rope_scaling` entries carry over: `linear`, `yarn`, `llama3`, and `ntk`, which is `dynamic` at a fixed length.
+configs, so `rope_scaling` entries carry over: `linear`, `yarn`, `llama3`, `proportional`, and `ntk`, which is `dynamic` at a
+fixed length.
 """
 
 import math
@@ -51,6 +52,31 @@ class LinearScaling(Node[Scaling]):
     def build(self, **_: Any) -> Scaling:
         """Return the scaling function."""
         return lambda head_dim, theta: Frequencies(base_frequencies(head_dim, theta) / self.factor)
+
+
+@node
+class ProportionalScaling(Node[Scaling]):
+    """Rotates only the fastest pairs of a head, with the frequencies of a whole head (Gemma 4).
+
+    `fraction` of the rotary embedding also limits the rotation to some elements, but gives them the frequencies of a head of
+    their size, and takes them from the beginning of the head.
+
+    Attributes:
+        fraction: Share of the pairs that rotate, rounded down to whole pairs.
+        factor: Number that divides all positions, or None.
+    """
+
+    fraction: float = setting(default=1.0, gt=0, le=1)
+    factor: float | None = setting(default=None, ge=1)
+
+    def build(self, **_: Any) -> Scaling:
+        """Return the scaling function."""
+
+        def scale_frequencies(head_dim: int, theta: float) -> Frequencies:
+            rotates = np.arange(head_dim // 2) < int(self.fraction * head_dim // 2)
+            return Frequencies(np.where(rotates, base_frequencies(head_dim, theta) / (self.factor or 1.0), 0.0))
+
+        return scale_frequencies
 
 
 @node

@@ -78,9 +78,10 @@ class _BaseRule(Configurable):
 class Hang(_BaseRule):
     """A phase that takes too long. Reported once per phase.
 
-    The limit is the larger of `seconds` and `factor` times the median of the phase's last 100 durations. If the median is below
-    `seconds`, the limit is at most 1.6 times `seconds`, so that a hang is reported within twice the configured time. Saves have a
-    separate limit, because the last save of a run waits until everything is written. Other saves only copy the state.
+    The limit is the larger of `seconds` and `factor` times the median of the phase's last 100 durations. However, if the median
+    is at most `seconds`, the limit is capped at 1.6 times `seconds`, so that a hang is reported within twice the configured
+    time. Saves have a separate limit, because the last save of a run waits until everything is written. Other saves only copy
+    the state.
     """
 
     @node

@@ -24,8 +24,8 @@ from axlearn_plugins_serving.runner import ModelRunner
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 VIRTUAL_DEVICES = 2
-"""Number of virtual CPU devices that split each matrix multiplication by default. XLA's single-threaded work then runs in two
-threads. This was measured on a machine with two cores."""
+"""Number of virtual CPU devices that split each matrix multiplication by default. Operations for which XLA
+uses one thread per device then use two. This was measured on a machine with two cores."""
 
 
 def set_up_devices(config: ServingEngine.Config, *, owns_cores: bool = False) -> None:

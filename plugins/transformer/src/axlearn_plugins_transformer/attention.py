@@ -1,5 +1,6 @@
 """Multi-head and grouped-query attention."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -24,6 +25,7 @@ from axlearn_plugins_transformer.kv_cache import (
     cached_mask,
     declare_prefix,
     hide_unwritten,
+    read_cache,
 )
 from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, ScoreScaleRole, WindowRole
 from axlearn_plugins_transformer.norm import Norm
@@ -106,6 +108,24 @@ def score_scale(scale: float | Node[float] | None, size: int, width: int, *, gro
     return size**-0.5 if scale is None else factor_of(scale, size=size, width=width, grows=grows)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SharedKeys:
+    """Keys and values that a layer shares with later layers.
+
+    Attributes:
+        key: Keys of the call's tokens, [B, S, K, H].
+        value: Their values, [B, S, K, H].
+        cache: The layer's cache, which contains them, or None.
+        window: Number of keys that the layer sees, or None for all.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    cache: Any
+    window: int | None = dataclasses.field(metadata={"static": True})
+
+
 class Attention(Layer):
     """Self-attention, causal by default, with optional grouped queries.
 
@@ -139,8 +159,13 @@ class Attention(Layer):
             causal: Hide later positions from each query. Set it to False for encoders.
             kernel: Implementation of the `attention` op, or of the op that `kv_cache` uses. None selects the best one.
             query: Query projection.
-            key: Key projection.
-            value: Value projection.
+            key: Key projection, or None with `kv_source`.
+            value: Value projection. If it is None, the values are the projected keys, before norm and positions (the global
+                layers of Gemma 4).
+            value_norm: Norm over each head of values, or None.
+            kv_name: Name under which later layers can use the layer's keys and values, or None.
+            kv_source: `kv_name` of an earlier layer, whose keys and values the layer uses instead of its own (Gemma 3n), or None.
+                It does not store any in its cache.
             output: Output projection.
             kv_cache: Layout of the cache.
         """
@@ -163,14 +188,27 @@ class Attention(Layer):
         causal: bool = True
         kernel: str | None = setting(default=None, kind="execution")
         query: Node[Projection] = Linear.Config()
-        key: Node[Projection] = Linear.Config()
-        value: Node[Projection] = Linear.Config()
+        key: Node[Projection] | None = Linear.Config()
+        value: Node[Projection] | None = Linear.Config()
+        value_norm: Node[Norm] | None = setting(default=None, hide_default=True)
+        kv_name: str | None = setting(default=None, hide_default=True)
+        kv_source: str | None = setting(default=None, hide_default=True)
         output: Node[Projection] = Linear.Config()
         kv_cache: Node[KVCache] = setting(default=ContiguousCache.Config(), kind="execution")
 
         def validate(self) -> Iterable[Problem]:
-            """Check that `num_kv_heads` divides `num_heads`."""
+            """Check that `num_kv_heads` divides `num_heads`, and that keys come from one place."""
             yield from super().validate()
+            own = [name for name in ("key", "value", "value_norm", "kv_name") if getattr(self, name) is not None]
+            if self.kv_source is None and self.key is None:
+                yield Problem(path="key", message="must be set without kv_source", fix="set key or kv_source")
+            if self.kv_source is not None and own:
+                yield Problem(
+                    path="kv_source",
+                    message="a layer that uses the keys and values of another has none of its own",
+                    got=", ".join(own),
+                    fix=f"set {', '.join(own)} to null",
+                )
             if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
                 divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
                 yield Problem(
@@ -193,14 +231,19 @@ class Attention(Layer):
         head_axes, kv_axes = ("embed", "heads", "head_dim"), ("embed", "kv", "head_dim")
         out_axes = ("heads", "head_dim", "embed")
         self.query = self.child(cfg.query, rngs=rngs, input_dims=(width,), output_dims=query_heads, axes=head_axes)
-        self.key = self.child(cfg.key, rngs=rngs, input_dims=(width,), output_dims=kv_heads, axes=kv_axes)
-        self.value = self.child(cfg.value, rngs=rngs, input_dims=(width,), output_dims=kv_heads, axes=kv_axes)
+        if cfg.key is not None:
+            self.key = self.child(cfg.key, rngs=rngs, input_dims=(width,), output_dims=kv_heads, axes=kv_axes)
+        if cfg.value is not None:
+            self.value = self.child(cfg.value, rngs=rngs, input_dims=(width,), output_dims=kv_heads, axes=kv_axes)
         self.output = self.child(cfg.output, rngs=rngs, input_dims=query_heads, output_dims=(width,), axes=out_axes)
         if cfg.qk_norm is not None:
             count = cfg.num_heads, self.kv_heads
             query_dim, key_dim = (self.head_dim * (n if cfg.qk_norm_over == "all_heads" else 1) for n in count)
             self.query_norm = self.child(cfg.qk_norm, rngs=rngs, dim=query_dim)
-            self.key_norm = self.child(cfg.qk_norm, rngs=rngs, dim=key_dim)
+            if cfg.kv_source is None:
+                self.key_norm = self.child(cfg.qk_norm, rngs=rngs, dim=key_dim)
+        if cfg.value_norm is not None:
+            self.value_norm = self.child(cfg.value_norm, rngs=rngs, dim=self.head_dim)
         if cfg.output_gate is not None:
             gates, axes = (
                 (query_heads, head_axes) if cfg.output_gate_per == "element" else (query_heads[:1], head_axes[:2])
@@ -213,6 +256,10 @@ class Attention(Layer):
 
     def cache_spec(self) -> Any:
         """Return the entries of the cache; see `KeepsCache`. The mask determines how long they live."""
+        return () if self.cfg.kv_source is not None else self._kv_spec()
+
+    def _kv_spec(self) -> Any:
+        """Return the entries of the cache that the layer reads."""
         layout, mask = build_cache(self.cfg.kv_cache), cached_mask(self.mask)
         spec = layout.spec(self.kv_heads, self.head_dim, self.precision.compute, mask.reach())
         return declare_prefix(spec, mask)
@@ -232,33 +279,64 @@ class Attention(Layer):
         """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""
         query, key, value = self.project(x, context)
         context_vectors, cache = self.attend(self.scores(query, key, value, context), context, cache)
+        if self.cfg.kv_name is not None:
+            window = cached_mask(self.mask).reach()
+            context.share(self.cfg.kv_name, SharedKeys(key, value, cache, None if window is None else int(window)))
         return self.finish(context_vectors, x), cache
 
     def project(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute queries [B, S, N, H], keys [B, S, K, H] and values [B, S, K, V] of [B, S, D], with their positions."""
         cfg = self.cfg
-        q, k, v = tag(self.query(x), "query"), tag(self.key(x), "key"), tag(self.value(x), "value")
+        q = tag(self.query(x), "query")
+        if cfg.kv_source is not None:
+            source = self._read_source(context)
+            q = constrain(q, "batch", "sequence", "activation_heads", None)
+            return self._encode(q, q, context)[0], source.key, source.value
+        k = tag(self.key(x), "key")
+        v = k if cfg.value is None else tag(self.value(x), "value")
         q = constrain(q, "batch", "sequence", "activation_heads", None)
         k = constrain(k, "batch", "sequence", "activation_kv", None)
         v = constrain(v, "batch", "sequence", "activation_kv", None)
-        if not cfg.qk_norm_last:
+        if cfg.value_norm is not None:
+            v = self.value_norm(v)
+        return (*self._encode(q, k, context), v)
+
+    def _encode(self, q: jax.Array, k: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+        """Normalize queries and keys, and encode their positions."""
+        if not self.cfg.qk_norm_last:
             q, k = self._normalize(q, k)
-        if cfg.position is not None:
+        if self.cfg.position is not None:
             positions = context.positions
             q, k = self.position(
-                q, k, jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+                q, k, jnp.arange(q.shape[1], dtype=jnp.int32)[None] if positions is None else positions
             )
-        if cfg.qk_norm_last:
-            q, k = self._normalize(q, k)
-        return q, k, v
+        return self._normalize(q, k) if self.cfg.qk_norm_last else (q, k)
+
+    def _read_source(self, context: Context) -> SharedKeys:
+        """Return the keys and values of the layer that `kv_source` names.
+
+        Raises:
+            RequestError: They do not exist, have other sizes, or may lack keys that this layer sees.
+        """
+        source: SharedKeys = context.read_shared(self.cfg.kv_source or "")
+        reach, sizes = cached_mask(self.mask).reach(), (self.kv_heads, self.head_dim)
+        if source.key.shape[2:] != sizes or (source.window is not None and (reach is None or reach > source.window)):
+            raise RequestError(
+                f"attention cannot use the keys and values {self.cfg.kv_source!r} of an earlier layer\n"
+                f"    got: {source.key.shape[2]} heads of size {source.key.shape[3]}, and a window of {source.window}\n"
+                f"    expected: {sizes[0]} heads of size {sizes[1]}, and a window of at least {reach}\n"
+                "    fix: use the same num_kv_heads, head_dim and window in both layers"
+            )
+        return source
 
     def _normalize(self, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         if self.cfg.qk_norm is None:
             return query, key
+        key_norm = self.query_norm if self.cfg.kv_source is not None else self.key_norm  # then, the key is the query
         if self.cfg.qk_norm_over == "head":
-            return self.query_norm(query), self.key_norm(key)
+            return self.query_norm(query), key_norm(key)
         q, k = (x.reshape(*x.shape[:2], -1) for x in (query, key))
-        return self.query_norm(q).reshape(query.shape), self.key_norm(k).reshape(key.shape)
+        return self.query_norm(q).reshape(query.shape), key_norm(k).reshape(key.shape)
 
     def scores(self, query: jax.Array, key: jax.Array, value: jax.Array, context: Context) -> attention.AttentionOp:
         """Return the op that attends. A subclass may change it, for example to add sinks."""
@@ -279,7 +357,10 @@ class Attention(Layer):
         cfg = self.cfg
         if cache is None:
             return op.compute_context(cfg.kernel), None
-        op = attrs.evolve(op, mask=hide_unwritten(op.mask, context, self.cache_spec()))
+        op = attrs.evolve(op, mask=hide_unwritten(op.mask, context, self._kv_spec()))
+        if cfg.kv_source is not None:
+            contents = self._read_source(context).cache
+            return op.tag_context(read_cache(cfg.kv_cache, contents, op, cached_slots(context), cfg.kernel)), cache
         context_vectors, cache = build_cache(cfg.kv_cache).attend(cache, op, cached_slots(context), cfg.kernel)
         return op.tag_context(context_vectors), cache
 

@@ -32,7 +32,11 @@ class CacheContents(NamedTuple):
 
 
 class KVCache(Protocol):
-    """The layout of a cache, and attention over it. It is built without arguments."""
+    """The layout of a cache, and attention over it. It is built without arguments.
+
+    A layout that layers without keys of their own can use also has a method `read(cache, op, slots, kernel)`. It attends as
+    `attend` does, to contents that an earlier layer has written, and returns only the result.
+    """
 
     def spec(self, num_kv_heads: int, head_dim: int, dtype: str, window: int | None = None) -> Any:
         """Return a pytree of `CacheEntry`: the arrays of the cache.
@@ -82,6 +86,29 @@ def build_cache(cfg: Node[Any]) -> Any:
             f"    fix: see the protocols `KVCache` and `LatentCache`; `ContiguousCache` in {__name__} is an example"
         )
     return layout
+
+
+def read_cache(cfg: Node[Any], cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None = None) -> jax.Array:
+    """Attend to the contents of a cache that an earlier layer has written, and return [B, S, N, H].
+
+    Args:
+        cfg: Config of the layout.
+        cache: Arrays of the layout, which contain the new tokens.
+        op: Attention of the new tokens; see `KVCache.attend`.
+        slots: Slots of the new tokens; see `KVCache.attend`.
+        kernel: Kernel for the op of this layout. None selects the best one.
+
+    Raises:
+        RequestError: The layout has no method `read`, or the kernel does not support the call.
+    """
+    layout = build_cache(cfg)
+    if not callable(getattr(layout, "read", None)):
+        raise RequestError(
+            f"the cache layout {type(layout).__name__} has no method `read`, which layers with shared keys and values need\n"
+            f"    got: a layout from {type(layout).__module__}\n"
+            f"    fix: use another layout, or add the method; `ContiguousCache` in {__name__} is an example"
+        )
+    return layout.read(cache, op, slots, kernel)
 
 
 def cached_mask(mask: Callable[[Context], Mask]) -> Mask:
@@ -170,6 +197,10 @@ class ContiguousCache(Configurable):
         self, cache: dict[str, jax.Array], op: AttentionOp, slots: jax.Array, kernel: str | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Write the new tokens and attend; see `KVCache`."""
-        cache, slots_view = self.append(cache, op.key, op.value, slots)
-        op = attrs.evolve(op, key=slots_view.key, value=slots_view.value, query_slots=slots, key_slots=slots_view.slots)
-        return op.run(kernel), cache
+        cache, _ = self.append(cache, op.key, op.value, slots)
+        return self.read(cache, op, slots, kernel), cache
+
+    def read(self, cache: dict[str, jax.Array], op: AttentionOp, slots: jax.Array, kernel: str | None) -> jax.Array:
+        """Attend to tokens that have been written; see `KVCache`."""
+        key_slots = jnp.arange(cache["key"].shape[1], dtype=jnp.int32)[None]
+        return attrs.evolve(op, **cache, query_slots=slots, key_slots=key_slots).run(kernel)

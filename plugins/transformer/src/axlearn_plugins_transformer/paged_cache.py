@@ -176,16 +176,38 @@ class PagedCache(Configurable):
         self, cache: dict[str, jax.Array], op: AttentionOp, slots: Any, kernel: str | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Write the new tokens and attend; see `KVCache`. `slots` may be a `PagedSlots`."""
-        mask = paged_mask(op.mask, slots, op.query.shape, "paged")
-        pages, shape, heads_first = cache["pages"], op.query.shape, self.cfg.heads_first
-        if not isinstance(slots, PagedSlots):
-            slots = PagedSlots.from_slots(slots, shape[0], pages.shape[0], self.cfg.page_size)
+        mask, slots = self._locate(cache, op, slots)
+        heads_first = self.cfg.heads_first
         query, key, value = (x.reshape(-1, *x.shape[2:]) for x in (op.query, op.key, op.value))
         new = jnp.stack([key, value.astype(key.dtype)], axis=1 if heads_first else 2)
         # Store finite values only; otherwise a request could read infinities that an earlier owner of the page wrote.
         new = jnp.where(jnp.isfinite(new), new, 0)
         new = new if heads_first else new.reshape(key.shape[0], -1, key.shape[2])
         cache = self._write(cache, new, slots.write)
+        return self._attend(cache, op, query, mask, slots, kernel), cache
+
+    def read(self, cache: dict[str, jax.Array], op: AttentionOp, slots: Any, kernel: str | None) -> jax.Array:
+        """Attend to tokens that have been written; see `KVCache`."""
+        mask, slots = self._locate(cache, op, slots)
+        return self._attend(cache, op, op.query.reshape(-1, *op.query.shape[2:]), mask, slots, kernel)
+
+    def _locate(self, cache: dict[str, jax.Array], op: AttentionOp, slots: Any) -> tuple[Mask, PagedSlots]:
+        """Return the mask of single tokens, and their paged slots."""
+        mask = paged_mask(op.mask, slots, op.query.shape, "paged")
+        if not isinstance(slots, PagedSlots):
+            slots = PagedSlots.from_slots(slots, op.query.shape[0], cache["pages"].shape[0], self.cfg.page_size)
+        return mask, slots
+
+    def _attend(
+        self,
+        cache: dict[str, jax.Array],
+        op: AttentionOp,
+        query: jax.Array,
+        mask: Mask,
+        slots: PagedSlots,
+        kernel: str | None,
+    ) -> jax.Array:
+        """Attend to pages: [T, N, H] -> [B, S, N, H]."""
         result = PagedAttentionOp(
             query,
             cache["pages"],
@@ -198,12 +220,12 @@ class PagedCache(Configurable):
             softcap=op.softcap,
             bias=op.bias,
             sinks=op.sinks,
-            heads_first=heads_first,
+            heads_first=self.cfg.heads_first,
             scales=cache.get("scales"),
             finite=True,
             split=slots.split,
         ).run(kernel)
-        return result.reshape(*shape[:-1], -1).astype(op.value.dtype), cache
+        return result.reshape(*op.query.shape[:-1], -1).astype(op.value.dtype)
 
     def _write(self, cache: dict[str, jax.Array], new: jax.Array, write: jax.Array) -> dict[str, jax.Array]:
         heads_first = self.cfg.heads_first

@@ -4,13 +4,14 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_core.config import REQUIRED, Node, factor_of, interface, node, setting
 from axlearn_core.config.roles import states_role
-from axlearn_core.errors import Problem
+from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.attention import Attention, AttentionLayer
@@ -25,11 +26,18 @@ from axlearn_plugins_transformer.layer_roles import (
     WidthRole,
 )
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
+from axlearn_plugins_transformer.per_layer import PER_LAYER, PerLayerInputs
 from axlearn_plugins_transformer.stack import LayerStack, Stack, StackLayer, each_layer, unstack
 from axlearn_plugins_transformer.stack_layers import join_inputs, split_inputs
 
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
 """Logical axes of the residual stream."""
+NO_HALF = Problem(
+    path="",
+    message="a layer needs attention, a feed-forward layer, or both",
+    got="neither",
+    fix="set attention or feed_forward",
+)
 
 
 class TransformerLayer(Layer):
@@ -37,7 +45,7 @@ class TransformerLayer(Layer):
 
     With only `norm`, this is a pre-norm block. With `norm=None` and `post_norm`, only the output is normalized (OLMo 2).
     With both, input and output are normalized (Gemma 2). `norm_sum` applies `post_norm` after the residual sum, as in the
-    original transformer.
+    original transformer. A layer without `attention` or without `feed_forward` has only the other half (Nemotron-H).
     """
 
     @node
@@ -45,8 +53,8 @@ class TransformerLayer(Layer):
         """Settings for the layer.
 
         Attributes:
-            attention: Attention layer.
-            feed_forward: Feed-forward layer.
+            attention: Attention layer, or None.
+            feed_forward: Feed-forward layer, or None.
             norm: Norm of the input of each half; it is built once per half.
             post_norm: Norm of the output of each half; it is built once per half.
             norm_sum: Apply `post_norm` after the residual sum.
@@ -55,33 +63,39 @@ class TransformerLayer(Layer):
         """
 
         input_dim: int = interface(default=REQUIRED)
-        attention: Node[AttentionLayer] = Attention.Config()
-        feed_forward: Node[FeedForward] = GatedFeedForward.Config()
+        attention: Node[AttentionLayer] | None = Attention.Config()
+        feed_forward: Node[FeedForward] | None = GatedFeedForward.Config()
         norm: Node[Norm] | None = RMSNorm.Config()
         post_norm: Node[Norm] | None = None
         norm_sum: bool = False
         residual_multiplier: float = setting(default=1.0, gt=0, hide_default=True)
 
         def validate(self) -> Iterable[Problem]:
-            """Check that `norm_sum` comes with `post_norm`."""
+            """Check that there is a half, and that `norm_sum` comes with `post_norm`."""
             yield from super().validate()
             if self.norm_sum and self.post_norm is None:
                 yield Problem(
                     path="norm_sum", message="requires post_norm", fix="set post_norm, for example to a layer-norm"
                 )
+            if self.attention is None and self.feed_forward is None:
+                yield NO_HALF
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
-        self.attention = self.child(cfg.attention, rngs=rngs, input_dim=cfg.input_dim)
-        self.feed_forward = self.child(cfg.feed_forward, rngs=rngs, input_dim=cfg.input_dim)
-        for half in ("attention", "feed_forward"):
+        if cfg.attention is None and cfg.feed_forward is None:  # an `alternate` gives this layer neither
+            raise ConfigError(attrs.evolve(NO_HALF, path="model.decoder.layer"))
+        if cfg.attention is not None:
+            self.attention = self.child(cfg.attention, rngs=rngs, input_dim=cfg.input_dim)
+        if cfg.feed_forward is not None:
+            self.feed_forward = self.child(cfg.feed_forward, rngs=rngs, input_dim=cfg.input_dim)
+        for half, part in (("attention", cfg.attention), ("feed_forward", cfg.feed_forward)):
             for name, norm in (("norm", cfg.norm), ("post_norm", cfg.post_norm)):
-                if norm is not None:
+                if part is not None and norm is not None:
                     setattr(self, f"{half}_{name}", self.child(norm, rngs=rngs, dim=cfg.input_dim))
 
     def cache_spec(self) -> Any:
         """Return the entries of the cache; see `KeepsCache`."""
-        return spec_of(self.attention)
+        return () if self.cfg.attention is None else spec_of(self.attention)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """Apply the layer: [B, S, D] and its cache -> ([B, S, D], new cache)."""
@@ -89,12 +103,16 @@ class TransformerLayer(Layer):
         return self.feed_forward_half(x), cache
 
     def attention_half(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """Apply attention and its residual sum; see `SplitLayerRole`."""
+        """Apply attention, if there is any, and its residual sum; see `SplitLayerRole`."""
+        if self.cfg.attention is None:
+            return x, cache
         y, cache = self.attention(self._pre_norm("attention", x), context, cache)
         return self._add_residual("attention", x, y), cache
 
     def feed_forward_half(self, x: jax.Array) -> jax.Array:
-        """Apply the feed-forward layer and its residual sum; see `SplitLayerRole`."""
+        """Apply the feed-forward layer, if there is one, and its residual sum; see `SplitLayerRole`."""
+        if self.cfg.feed_forward is None:
+            return x
         return self._add_residual("feed_forward", x, self.feed_forward(self._pre_norm("feed_forward", x)))
 
     def _pre_norm(self, half: str, x: jax.Array) -> jax.Array:
@@ -143,6 +161,7 @@ class Decoder(Layer):
             layer: Config of the layers.
             stack: Runs the layers.
             norm: Final norm, or None.
+            per_layer: Computes an input for each layer (see `PerLayerInputs`), or None.
             head: Output head. None uses the transposed embedding.
             output_multiplier: Factor applied to the final hidden states, and so to the logits (1 / `logits_scaling` of Granite): a
                 number, or a node that builds one from the width.
@@ -156,6 +175,7 @@ class Decoder(Layer):
         layer: Node[StackLayer] = TransformerLayer.Config()
         stack: Node[LayerStack] = Stack.Config()
         norm: Node[Norm] | None = RMSNorm.Config()
+        per_layer: Node[PerLayerInputs] | None = setting(default=None, hide_default=True)
         head: Node[OutputHead] | None = None
         output_multiplier: float | Node[float] = setting(default=1.0, gt=0, hide_default=True)
 
@@ -172,6 +192,9 @@ class Decoder(Layer):
             self.norm = self.child(cfg.norm, rngs=rngs, dim=cfg.hidden_dim)
         if cfg.head is not None:
             self.head = self.child(cfg.head, rngs=rngs, **sizes)
+        if cfg.per_layer is not None:
+            widths = {"vocab_size": cfg.vocab_size, "input_dim": cfg.hidden_dim, "num_layers": cfg.num_layers}
+            self.per_layer = self.child(cfg.per_layer, rngs=rngs, **widths)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embed the tokens: int32 [B, S] -> [B, S, D]."""
@@ -180,13 +203,13 @@ class Decoder(Layer):
     def layer_inputs(self, tokens: jax.Array, embeddings: jax.Array) -> dict[str, jax.Array]:
         """Return an input for each layer by name, [B, L, ...] for L layers.
 
-        A subclass may return per-layer embeddings, for example. The layers read `Context.layer_inputs`.
+        A subclass may return others than those of `per_layer`. The layers read `Context.layer_inputs`.
 
         Args:
             tokens: int32 [B, S].
             embeddings: Their embeddings, [B, S, D].
         """
-        return {}
+        return {} if self.cfg.per_layer is None else {PER_LAYER: self.per_layer(tokens, embeddings)}
 
     def __call__(
         self,

@@ -163,7 +163,7 @@ class WidthRule(ParameterRule):
     def scale_updates(
         self, params: Mapping[str, Any], axes: Axes, optimizers: Mapping[str, Node[Optimizer]]
     ) -> dict[str, float]:
-        """Return the factors for the updates by path; see `ParameterRule.scale_updates`.
+        """Return the factor for the updates of each parameter, by path; see `ParameterRule.scale_updates`.
 
         Raises:
             ConfigError: If the width cannot be determined, if a matrix has no axis names, or if an optimizer has no rule.

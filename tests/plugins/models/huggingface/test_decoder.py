@@ -56,6 +56,8 @@ def test_layer_types_place_windows_and_positions():
         ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
         ("cohere2", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ("ministral3", {"rope_parameters": None}, "rope_parameters or rope_scaling"),
+        ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "llama_4_scaling_beta"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
     ],
 )

@@ -119,7 +119,7 @@ def test_a_null_window_raises_an_error(name):
         family(data["model_type"]).resolve({**data, "sliding_window": None})
 
 
-WITH_LAYERS_OF_ITS_OWN = {"llama4_text": 90}
+WITH_LAYERS_OF_ITS_OWN = {"llama4_text": 90, "lfm2": 93, "nemotron_h": 111}
 """Types whose layers vary in ways that no other family has -> lines of their table."""
 
 
@@ -251,6 +251,13 @@ def test_kimi_linear_reads_both_names_of_its_dense_layers(tmp_path):
         ("bamba", "mamba_proj_bias", True),
         ("kimi-linear", "mlp_layer_types", ["sparse", "dense", "sparse"]),
         ("kimi-linear", "mla_use_nope", False),
+        ("lfm2", "layer_types", ["conv", "full_attention"]),
+        ("lfm2", "use_pos_enc", False),
+        ("nemotron-h", "moe_latent_size", 16),
+        ("nemotron-h", "layers_block_type", ["mamba", "mlp", "attention", "convolution", "mamba"]),
+        ("nemotron-h", "num_hidden_layers", 6),
+        ("nemotron-h", "mlp_hidden_act", "silu"),
+        ("nemotron-h", "time_step_limit", [0.1, 5.0]),
         ("qwen3.5", "layer_types", ["full_attention", "linear_attention", "linear_attention"]),
     ],
 )
@@ -274,3 +281,45 @@ def test_factors_that_depend_on_the_width_are_exported_as_numbers(base_width, lo
     llama = family("llama")
     changes = llama.differences(llama.config_json(config), config)
     assert [change.path.rpartition(".")[2] for change in changes] == lost
+
+
+def test_nemotron_h_reads_the_letters_of_its_layers():
+    data = json.loads((HF_FIXTURES / "nemotron-h/config.json").read_text())
+    expected = family("nemotron_h").resolve(data)[0].config.model
+    del data["layers_block_type"]
+    one = family("nemotron_h")
+    assert one.resolve({**data, "hybrid_override_pattern": "M-*EM"})[0].config.model == expected
+    assert (
+        one.config_json(one.resolve({**data, "layer_types": ["mlp", "mamba"]})[0].config)["hybrid_override_pattern"]
+        == "-M"
+    )
+    with pytest.raises(RequestError, match="hybrid_override_pattern"):
+        one.resolve(data)
+    with pytest.raises(RequestError, match="expected: M, "):
+        one.resolve({**data, "hybrid_override_pattern": "M-X"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({}, 8192),
+        ({"block_multiple_of": 5000}, 10_000),
+        ({"block_ffn_dim_multiplier": None}, 8192),
+        ({"block_auto_adjust_ff_dim": False}, 12_288),
+        ({"block_ff_dim": 6656}, 4608),
+    ],
+)
+def test_lfm2_derives_the_size_of_its_feed_forward_layers(changes, size):
+    data = json.loads((HF_FIXTURES / "lfm2/config.json").read_text())
+    data |= {"intermediate_size": 12_288, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, **changes}
+    one = family("lfm2")
+    config = one.resolve(data)[0].config
+    assert config.model.decoder.layer.feed_forward.hidden_dim == size
+    assert not one.differences(one.config_json(config), config)
+
+
+def test_lfm2_reads_where_attention_is():
+    data = json.loads((HF_FIXTURES / "lfm2/config.json").read_text()) | {"full_attn_idxs": [0, 2]}
+    del data["layer_types"]
+    one = family("lfm2")
+    assert one.config_json(one.resolve(data)[0].config)["layer_types"] == ["full_attention", "conv", "full_attention"]

@@ -20,11 +20,11 @@ NEEDED = {
     "config.json", "tokenizer.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors",
     "model-00002-of-00002.safetensors", "chat_template.jinja", "additional_chat_templates/rag.jinja", "LICENSE",
 }  # fmt: skip
-OTHERS = (
+UNUSED = (
     "pytorch_model.bin", "pytorch_model.bin.index.json", "original/params.json", "original/consolidated.00.pth",
     "model.gguf", "consolidated.safetensors", "model-00003-of-00003.safetensors", "onnx/model.onnx", ".gitattributes",
 )  # fmt: skip
-MORE = {n: f"{n}\n" for n in (*OTHERS, "chat_template.jinja", "additional_chat_templates/rag.jinja", "LICENSE")}
+MORE = {n: f"{n}\n" for n in (*UNUSED, "chat_template.jinja", "additional_chat_templates/rag.jinja", "LICENSE")}
 
 
 @pytest.fixture(scope="module")

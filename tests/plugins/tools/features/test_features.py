@@ -174,6 +174,17 @@ def test_replace_takes_over_what_both_have_and_refuses_to_lose_the_rest():
     assert get(dropped, NORMS[1]) == LayerNorm.Config(eps=1e-5)
 
 
+def test_replace_does_not_take_a_component_elsewhere_for_its_own():
+    """The indexer always has a layer norm. Another feature replaced the RMS norms."""
+    start = registry().experiment("deepseek-v3.2")
+    use = "replace:target=rms-norm,component=layer-norm"
+    other = patch(start, dict.fromkeys(find(start, registry().component("rms-norm")), registry().component("linear")()))
+    with pytest.raises(RequestError, match="nothing to replace: there is no rms-norm"):
+        resolve(other, with_=[use])
+    replaced = resolve(start, with_=[use]).config
+    assert resolve(replaced, with_=[use]).config == replaced
+
+
 def test_replace_by_path_sets_what_is_given_on_a_node_of_the_class():
     before = resolve("quickstart").config
     result = Replace(path="model.decoder.norm", component="rms-norm", settings={"offset": 0.5}).apply(before)

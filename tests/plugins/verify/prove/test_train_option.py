@@ -37,7 +37,7 @@ def test_the_same_request_is_proven(proofs):
 @pytest.mark.parametrize(("code", "error"), [(1, WorkError), (2, RequestError)])
 def test_nothing_is_trained_without_a_proof(proofs, code, error):
     proofs[1].append(code)
-    with pytest.raises(error, match="was not proven, so nothing was trained") as raised:
+    with pytest.raises(error, match="did not pass, so nothing was trained") as raised:
         train_option.PROVE.change(True, REQUEST)
     assert raised.value.exit_code == code
 
@@ -100,6 +100,6 @@ def test_a_config_that_fails_is_not_trained(tmp_path, monkeypatch):
     (run_dir / "notes.txt").write_text("mine")
     result = cli_runs.axlearn(*words(run_dir, "--with", "leak"), fresh=True, code=1)
     assert "causality does not hold" in result.stderr
-    assert "was not proven, so nothing was trained" in result.stderr
+    assert "did not pass, so nothing was trained" in result.stderr
     assert [path.name for path in run_dir.iterdir()] == ["notes.txt"]
     assert (run_dir / "notes.txt").read_text() == "mine"

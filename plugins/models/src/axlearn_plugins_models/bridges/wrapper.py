@@ -18,7 +18,7 @@ Path = tuple[str, ...]
 
 
 class Arrays(nnx.Module):
-    """Variables by attribute. Nested modules of this class are named like the parts of the variables' paths."""
+    """Holds variables as attributes. The variable `a.b` is the attribute `b` of a nested `Arrays` named `a`."""
 
 
 @attrs.frozen

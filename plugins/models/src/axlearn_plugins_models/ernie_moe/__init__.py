@@ -1,1 +1,1 @@
-"""Mixtures of experts of ERNIE 4.5 for axlearn-core."""
+"""ERNIE 4.5 mixture-of-experts models for axlearn-core."""

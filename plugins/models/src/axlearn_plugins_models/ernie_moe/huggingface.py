@@ -1,4 +1,4 @@
-"""Mixtures of experts of ERNIE 4.5 in Hugging Face format."""
+"""ERNIE 4.5 mixture-of-experts models in Hugging Face format."""
 
 from typing import Any, ClassVar
 

@@ -1,1 +1,1 @@
-"""Mixtures of experts of Granite for axlearn-core."""
+"""Granite mixture-of-experts models for axlearn-core."""

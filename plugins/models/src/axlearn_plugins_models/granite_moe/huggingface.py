@@ -1,4 +1,4 @@
-"""Mixtures of experts of Granite 3 in Hugging Face format."""
+"""Granite 3 mixture-of-experts models in Hugging Face format."""
 
 from typing import Any, ClassVar
 

@@ -71,21 +71,27 @@ def norm_rules(theirs: str = THEIRS) -> tuple[Rule, ...]:
 
 
 NORM_RULES = norm_rules()
-ATTENTION_RULES = (
-    *(
-        rule
-        for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"))
-        for rule in (
-            Rule(f"{OURS}.attention.{ours}.weight", f"{THEIRS}.self_attn.{theirs}_proj.weight", "(n h) d -> d n h"),
-            Rule(f"{OURS}.attention.{ours}.bias", f"{THEIRS}.self_attn.{theirs}_proj.bias", "(n h) -> n h"),
-        )
-    ),
-    Rule(f"{OURS}.attention.output.weight", f"{THEIRS}.self_attn.o_proj.weight", "d (n h) -> n h d"),
-    Rule(f"{OURS}.attention.output.bias", f"{THEIRS}.self_attn.o_proj.bias"),
-    Rule(f"{OURS}.attention.query_norm.weight", f"{THEIRS}.self_attn.q_norm.weight"),
-    Rule(f"{OURS}.attention.key_norm.weight", f"{THEIRS}.self_attn.k_norm.weight"),
-)
 
+
+def attention_rules(theirs: str = f"{THEIRS}.self_attn") -> tuple[Rule, ...]:
+    """Return the rules for attention, whose tensors begin with `theirs`."""
+    return (
+        *(
+            rule
+            for ours in ("query", "key", "value")
+            for rule in (
+                Rule(f"{OURS}.attention.{ours}.weight", f"{theirs}.{ours[0]}_proj.weight", "(n h) d -> d n h"),
+                Rule(f"{OURS}.attention.{ours}.bias", f"{theirs}.{ours[0]}_proj.bias", "(n h) -> n h"),
+            )
+        ),
+        Rule(f"{OURS}.attention.output.weight", f"{theirs}.o_proj.weight", "d (n h) -> n h d"),
+        Rule(f"{OURS}.attention.output.bias", f"{theirs}.o_proj.bias"),
+        Rule(f"{OURS}.attention.query_norm.weight", f"{theirs}.q_norm.weight"),
+        Rule(f"{OURS}.attention.key_norm.weight", f"{theirs}.k_norm.weight"),
+    )
+
+
+ATTENTION_RULES = attention_rules()
 
 PROJECTIONS = {part: f"{part}_proj" for part in ("gate", "up", "down")}
 """Names of the projections of a feed-forward layer: ours -> Hugging Face's."""

@@ -53,6 +53,13 @@ def cycle_of(values: Sequence[Any]) -> Any:
     return cycle[0] if len(cycle) == 1 else {"type": "alternate", "children": cycle}
 
 
+def led_cycle_of(values: Sequence[Any]) -> Any:
+    """Return the config of a slot, as plain data, whose last layers may differ from the first: the leading layers, then a cycle."""
+    leads = [(values[:lead], shortest_cycle(values[lead:])) for lead in range(len(values))]
+    first, cycle = min(leads, key=lambda parts: len(parts[0]) + len(parts[1]))
+    return cycle_of(cycle) if not first else {"type": "alternate", "first": [*first], "children": cycle}
+
+
 def each_value(slot: Any, count: int) -> list[Any]:
     """Return the value of a slot in each of `count` layers."""
     return [slot.select(i) if isinstance(slot, Alternate) else slot for i in range(count)]

@@ -67,7 +67,13 @@ def _tiny_config(like: Family, distribution: str) -> Json:
                 continue
             data = _shrink(data)
             tensors = like.layout(Functional.from_config(_model(like, data)), data)
-        except (AttributeError, AxlearnError, LookupError, TypeError, ValueError):  # another family, or no small sizes
+        except (
+            AttributeError,
+            AxlearnError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ):  # of another family, or cannot shrink
             continue
         if max(max(tensor.shape, default=0) for tensor in tensors.values()) <= LARGEST:
             return data

@@ -1,5 +1,6 @@
 """Parts of families whose layers have either a recurrent layer or attention: orders of layers, configs and tensors."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,6 +107,13 @@ def split_kinds(decoder: Any, recurrent: type) -> tuple[list[str], Any, Any]:
         raise ConfigError(Problem(path=d.ATTENTION, message=message, got=", ".join(by_kind)))
     kinds = [RECURRENT if isinstance(x, recurrent) else ATTENTION for x in layers]
     return kinds, by_kind[RECURRENT], by_kind[ATTENTION]
+
+
+def check_step_limit(hf: Settings) -> None:
+    """Raise `ConfigError` if the time steps of Mamba-2 layers are limited."""
+    low, high = hf.get("time_step_limit") or (0.0, math.inf)
+    if low or (float(high["__float__"]) if isinstance(high, dict) else high) != math.inf:
+        raise unsupported("time_step_limit", [low, high], ["[0.0, Infinity]"])
 
 
 def read_eps(hf: Settings) -> float:

@@ -18,6 +18,7 @@ from axlearn_plugins_models.huggingface.family import Json, Settings, unsupporte
 
 THETA = 10_000.0
 FACTOR = "partial_rotary_factor"
+PROPORTIONAL = "proportional"
 _COMMON = ("rope_type", "rope_theta", FACTOR)
 
 
@@ -145,9 +146,9 @@ def read_rope(hf: Settings, *, rope: Json | None = None, fraction: float | None 
     kind = rope["rope_type"]
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise unsupported(path("rope_type"), kind, SCALINGS)
-    if fraction is None and rope.get(FACTOR, 1.0) != 1.0:
+    if fraction is None and rope.get(FACTOR, 1.0) != 1.0 and kind != PROPORTIONAL:
         raise unsupported(path(FACTOR), rope[FACTOR], [1.0])
-    if fraction is not None:
+    if fraction is not None and kind != PROPORTIONAL:
         fields["fraction"] = float(rope.get(FACTOR, fraction))
     names = (*_COMMON, *ENTRIES[kind], *_IDLE)
     for name in rope:
@@ -162,7 +163,7 @@ def read_rope(hf: Settings, *, rope: Json | None = None, fraction: float | None 
                     fix="correct its name, or write a family whose settings read it; see docs/huggingface.md",
                 )
             )
-    return {"type": "rope", "theta": _number(rope, "rope_theta"), "scaling": SCALINGS[kind](rope, hf), **fields}
+    return {"type": "rope", "theta": positive_number(rope, "rope_theta"), "scaling": SCALINGS[kind](rope, hf), **fields}
 
 
 def write_rope(position: Any, *, partial: bool = False) -> Json:
@@ -206,7 +207,7 @@ def missing_forms(data: Json, kinds: Sequence[Kind] = (ALL_LAYERS,)) -> Json:
     return {key: value for key, value in keys.items() if not data.get(key)}
 
 
-def _number(rope: Json, key: str) -> float:
+def positive_number(rope: Json, key: str) -> float:
     """Return an entry. Raise `ConfigError` if it is missing or not a positive number."""
     value = rope.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
@@ -222,16 +223,21 @@ def _number(rope: Json, key: str) -> float:
 
 
 def _linear(rope: Json, hf: Settings) -> Json:
-    return {"type": "linear-rope-scaling", "factor": _number(rope, "factor")}
+    return {"type": "linear-rope-scaling", "factor": positive_number(rope, "factor")}
+
+
+def _proportional(rope: Json, hf: Settings) -> Json:
+    factor = None if rope.get("factor") is None else positive_number(rope, "factor")
+    return {"type": "proportional-rope-scaling", "fraction": float(rope.get(FACTOR, 1.0)), "factor": factor}
 
 
 def _llama3(rope: Json, hf: Settings) -> Json:
     return {
         "type": "llama3-rope-scaling",
-        "factor": _number(rope, "factor"),
-        "original_length": int(_number(rope, "original_max_position_embeddings")),
-        "low_frequency_factor": _number(rope, "low_freq_factor"),
-        "high_frequency_factor": _number(rope, "high_freq_factor"),
+        "factor": positive_number(rope, "factor"),
+        "original_length": int(positive_number(rope, "original_max_position_embeddings")),
+        "low_frequency_factor": positive_number(rope, "low_freq_factor"),
+        "high_frequency_factor": positive_number(rope, "high_freq_factor"),
     }
 
 
@@ -258,7 +264,7 @@ def write_mscale(rope: Json, sharpness: float) -> Json:
 
 
 def _yarn(rope: Json, hf: Settings) -> Json:
-    factor, attention = _number(rope, "factor"), rope.get("attention_factor")
+    factor, attention = positive_number(rope, "factor"), rope.get("attention_factor")
     if attention is None and rope.get("mscale") and rope.get("mscale_all_dim"):
         attention = yarn_scale(factor, rope["mscale"]) / yarn_scale(factor, rope["mscale_all_dim"])
     return {
@@ -275,6 +281,7 @@ def _yarn(rope: Json, hf: Settings) -> Json:
 SCALINGS: Mapping[str, Callable[[Json, Settings], Json | None]] = {
     "default": lambda rope, hf: None,
     "linear": _linear,
+    PROPORTIONAL: _proportional,
     "llama3": _llama3,
     "yarn": _yarn,
 }
@@ -284,6 +291,7 @@ _ORIGINAL = "original_max_position_embeddings"
 ENTRIES: Mapping[str, Sequence[str]] = {
     "default": (),
     "linear": ("factor",),
+    PROPORTIONAL: ("factor",),
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
     "yarn": (
         "factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim",
@@ -296,6 +304,7 @@ _IDLE = (_ORIGINAL, "finetuned")
 _LENGTH = {"factor": "factor", "original_length": "original_max_position_embeddings"}
 WRITTEN: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "LinearScaling": ("linear", {"factor": "factor"}),
+    "ProportionalScaling": (PROPORTIONAL, {"factor": "factor", "fraction": FACTOR}),
     "Llama3Scaling": (
         "llama3",
         {**_LENGTH, "low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"},

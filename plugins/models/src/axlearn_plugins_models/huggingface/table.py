@@ -303,7 +303,7 @@ def _tensor(name: str, rule: Rule, pieces: Mapping[str, _Piece], config_json: Ma
     """
     ordered = [pieces[path] for path in rule.paths if path in pieces]
     if len(ordered) < len(pieces):
-        raise _misfit(name, rule, [*pieces.values()], {})  # another rule has the same tensor
+        raise _misfit(name, rule, [*pieces.values()], {})  # another rule maps a parameter to it
     shared = {axis: _size(size, name, config_json) for axis, size in rule.sizes.items()}
     for piece in ordered:
         for group, size in zip(piece.axes.ours, piece.shape, strict=True):

@@ -1,11 +1,10 @@
 """Models with Mamba-2 in most layers in Hugging Face format: Granite 4 and Bamba."""
 
-import math
 from typing import Any, ClassVar
 
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface import recurrent_layers as r
-from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings, unsupported
+from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings
 from axlearn_plugins_models.huggingface.rope import FACTOR, missing_forms, parameters, read_rope, write_rope
 from axlearn_plugins_models.huggingface.table import Rule
 from axlearn_plugins_recurrent.mamba2 import Mamba2
@@ -29,10 +28,8 @@ class MambaHybrid(Family):
         return r.read_kinds(hf, [r.RECURRENT] * hf.need("num_hidden_layers"))
 
     def settings(self, hf: Settings) -> Json:
-        """Return settings for the two kinds of layers. Raise `ConfigError` if time steps are limited."""
-        low, high = hf.get("time_step_limit") or (0.0, math.inf)
-        if low or (float(high["__float__"]) if isinstance(high, dict) else high) != math.inf:
-            raise unsupported("time_step_limit", [low, high], ["[0.0, Infinity]"])
+        """Return settings for the two kinds of layers."""
+        r.check_step_limit(hf)
         parts = {r.RECURRENT: r.read_mamba2(hf), r.ATTENTION: self.attention(hf)}
         return {d.ATTENTION: r.alternate(self.layer_types(hf), parts)}
 

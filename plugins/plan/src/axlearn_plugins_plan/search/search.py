@@ -14,7 +14,7 @@ from axlearn_plugins_plan.search.rank import RankedLayout, Space, sort_key
 from axlearn_plugins_plan.search.space import Choice
 
 CHUNK = 2
-"""Number of layouts to compile before the candidates are selected again, using the latest errors."""
+"""Number of layouts to compile before the candidates are selected again with the updated bound on the memory error."""
 MAX_COMPILED = 12
 
 

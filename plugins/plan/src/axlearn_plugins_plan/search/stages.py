@@ -85,7 +85,8 @@ def _after_forward(
     # because it gathers a sharded stream in a different layout. `head` includes float32 gradients and their sum.
     ends = 4 if pipeline.rounds > 1 and sizes.stream < sizes.whole_stream else 3
     yield {"kept": residuals, "ends": ends * batch, "head": 2.5 * sizes.vocabulary, "copies": copies}
-    # The gradients of the stages' inputs and outputs, and of the head. A tick slices its activations from the saved ones.
+    # In the loop, `ends` counts the gradients of the stages' inputs and outputs, and `head` those of the head. A tick slices its
+    # activations from the saved ones.
     loop = {"kept": residuals, "ends": 2 * batch, "head": sizes.rest / 4, "tick": chunk * sizes.kept, "copies": copies}
     room_left = 2 * residuals < room  # XLA counts the buffers that a loop fills twice
     # The gradients of the outputs are copied between two ticks because a tick reads and changes them.

@@ -66,7 +66,8 @@ def _update(sizes: Sizes, learner: float) -> dict[str, float]:
 def _passes(pipeline: Pipeline, sizes: Sizes, chunk: float, residuals: float) -> Sequence[dict[str, float]]:
     common = {"kept": residuals, "rounded": sizes.rounded}
     layer = layer_backward_bytes(sizes)
-    if pipeline.schedule == "1f1b":  # the gradient sums and the tick's gradients; the loss is part of a tick
+    if pipeline.schedule == "1f1b":
+        # Both the gradient sums and the tick's gradients are live. The loss is part of a tick, so it is not a separate phase.
         layer += sizes.stream + 2 * sizes.whole_stream
         return [common | {"layer": layer, "head": sizes.vocabulary, "gradients": 2 * sizes.layers + sizes.rest}]
     # `ends` counts the batch's stream at the stages' inputs and outputs, the gradients of both, and one more in the loss.

@@ -63,7 +63,7 @@ def _times(plan: ServingPlan) -> Iterator[str]:
     rows = (
         ("TPOT, 1 request", plan.single),
         (f"TPOT, {plan.full.requests} requests", plan.full),
-        (f"step with {plan.mixed.prompt} of prompts", plan.mixed),
+        (f"step with {plan.mixed.prompt:,} prompt tokens", plan.mixed),
     )
     width = max(len(name) for name, _ in rows)
     yield f"{'':{width}} {'least':>9} {'compute':>9} {'memory':>9} {'links':>9}  bound by"

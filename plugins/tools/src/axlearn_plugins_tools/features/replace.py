@@ -7,6 +7,7 @@ import attrs
 
 from axlearn_core.config import REQUIRED, Node, find, get_fields, node, replace_config
 from axlearn_core.config.tree import SKIP, edit_nodes, expand, get
+from axlearn_core.config.wrappers import slot_nodes
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.registry import registry
@@ -65,7 +66,7 @@ class Replace(Feature):
             except ConfigError as error:
                 raise ConfigError(attrs.evolve(p, fix=_fix(p)) for p in error.problems) from None
 
-        problem = None if _has_component(cfg, type(new), settings) else self._no_match(cfg)
+        problem = None if _was_replaced(cfg, kind, type(new), settings) else self._no_match(cfg)
         return edit_nodes(cfg, swap, no_match=problem, outermost=True)
 
     def _no_match(self, cfg: Node[Any]) -> Problem:
@@ -78,8 +79,21 @@ class Replace(Feature):
         )
 
 
-def _has_component(cfg: Node[Any], kind: type, settings: Mapping[str, Any]) -> bool:
-    return any(all(get_fields(n)[k] == v for k, v in settings.items()) for n in find(cfg, kind).values())
+def _was_replaced(cfg: Node[Any], target: type, new: type, settings: Mapping[str, Any]) -> bool:
+    """Return True if a config without the target looks as if its targets were replaced before.
+
+    A node of the new class does not suffice, because the config may always have had it, and another feature may have replaced the
+    targets. So if slots have the target as default, one of them must contain the new class.
+    """
+    if not any(all(get_fields(n)[k] == v for k, v in settings.items()) for n in find(cfg, new).values()):
+        return False
+    slots = [
+        get_fields(owner)[field.name]
+        for owner in find(cfg, Node).values()
+        for field in attrs.fields(type(owner))
+        if target is not Node and isinstance(field.default, target)
+    ]
+    return not slots or any(isinstance(node, new) for slot in slots for _, node in slot_nodes(slot))
 
 
 def _expand_nodes(cfg: Node[Any], pattern: str) -> set[str]:

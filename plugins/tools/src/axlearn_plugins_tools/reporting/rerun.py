@@ -221,7 +221,7 @@ def _sketch_array(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _hash_positions(shape: Sequence[int]) -> jax.Array:
-    """Return a hash of the position of each element: the finalizer of MurmurHash3."""
+    """Hash the position of each element with the finalizer of MurmurHash3."""
     index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
         index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)

@@ -325,7 +325,7 @@ def check_head(file: DataFile) -> None:
 
 
 def decode(file: DataFile, offset: int, raw: bytes, final: bool = True) -> str:
-    """Decode bytes that begin at `offset` of a file.
+    """Decode bytes that begin at `offset` in a file.
 
     Raise InputError if they are binary or not UTF-8.
     """

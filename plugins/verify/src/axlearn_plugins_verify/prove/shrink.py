@@ -63,7 +63,7 @@ SMALLEST_WIDTH, SMALLEST_COUNT = 32, 4
 REFUSALS = (AxlearnError, ValueError, TypeError, ZeroDivisionError, AssertionError)
 """Errors raised by layers whose sizes do not fit together."""
 MORE_ATTEMPTS = 6
-"""Number of combinations of sizes to try after the first valid one, to keep more operations."""
+"""Number of combinations of sizes to try after the first valid one, in search of one that loses fewer operations."""
 INNER = 48
 """Hidden size inside the parts of a layer. It differs from the width, so that a product in the wrong order is an error."""
 STEPS = 8

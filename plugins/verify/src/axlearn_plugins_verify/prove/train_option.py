@@ -18,7 +18,7 @@ def _prove(_: bool, request: Request) -> Request:
         # A property that does not hold does not make the request invalid, so keep the proof's exit code.
         error = WorkError if result.returncode == 1 else RequestError
         raise error(
-            "--prove: the config was not proven, so nothing was trained; see above\n"
+            "--prove: the config did not pass, so nothing was trained; see above\n"
             "    fix: correct the config, or train without --prove"
         )
     return request

@@ -1,0 +1,1 @@
+"""LFM2, with gated short convolutions and attention."""
