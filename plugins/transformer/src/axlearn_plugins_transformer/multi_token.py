@@ -95,7 +95,7 @@ class MultiTokenCausalLM(CausalLM):
             if missing:
                 yield Problem(
                     path="decoder",
-                    message=f"multi-token prediction builds a layer like those of the decoder, but the decoder has no {missing[0]!r}",
+                    message=f"multi-token prediction copies settings of the decoder, but the decoder has no {missing[0]!r}",
                     got=type(self.decoder).__qualname__,
                     expected=f"a decoder with {', '.join(NEEDED)}",
                     fix="remove the feature multi-token-prediction",
