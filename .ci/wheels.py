@@ -16,7 +16,7 @@ MEMBERS = [
     *sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("axlearn_plugins_*/pyproject.toml")),
     *sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("plugins/*/pyproject.toml")),
 ]
-EXAMPLES = sorted(p.parent for p in ROOT.glob("examples/*/pyproject.toml"))
+EXAMPLES = sorted(p.parent for p in ROOT.glob("examples/*/pyproject.toml") if not p.parent.is_symlink())
 TINY = [
     "train", "quickstart", "--steps", "3", "--run-dir", "run",
     "--set", "model.decoder.num_layers=1", "--set", "model.decoder.hidden_dim=32",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from axlearn_core.config import Node, diff
+from axlearn_core.config import Node, diff, find
 from axlearn_core.config.kinds import change_kinds
 from axlearn_core.errors import AxlearnError, ConfigError
 from axlearn_core.plugins.feature import STAGES, Feature
@@ -18,7 +18,8 @@ class FeatureSuite:
     Attributes:
         name: Registered name of the feature.
         options: Options after the name in `--with NAME:OPTIONS`; the default is the feature's `example`.
-        experiments: Experiments to test the feature on; the default is all installed experiments.
+        experiments: Experiments to test the feature on; the default is all installed experiments, and for pairs of features a
+            few experiments that together have every component of the others.
         others: Features to combine it with; the default is all other installed features.
     """
 
@@ -34,6 +35,10 @@ class FeatureSuite:
     def trees(self) -> tuple[str, ...]:
         """Return the names of the experiments to test on."""
         return self.experiments or tuple(e.name for e in registry().entries("experiments"))
+
+    def trees_of_pairs(self) -> tuple[str, ...]:
+        """Return the names of the experiments to test pairs of features on."""
+        return self.experiments or select_experiments()
 
     def partners(self) -> tuple[str, ...]:
         """Return `NAME:EXAMPLE` for each feature to combine this feature with."""
@@ -102,7 +107,7 @@ class FeatureSuite:
         )
 
     def test_order_of_features_does_not_matter(self) -> None:
-        for experiment in self.trees():
+        for experiment in self.trees_of_pairs():
             tree = self.tree(experiment)
             for other in self.partners():
                 label = f"{experiment} with {self.text()} and {other}"
@@ -118,7 +123,7 @@ class FeatureSuite:
                     assert str(one) == str(two), f"{label}: the two orders are refused with different errors"
 
     def test_no_feature_drops_another(self) -> None:
-        for experiment in self.trees():
+        for experiment in self.trees_of_pairs():
             tree = registry().experiment(experiment)
             for other in self.partners():
                 for first, second in ((self.text(), other), (other, self.text())):
@@ -165,6 +170,19 @@ class FeatureSuite:
             assert_helps(result)
             return None
         return next(f for name, f in result.features if name == self.name)
+
+
+def select_experiments() -> tuple[str, ...]:
+    """Return a few installed experiments that together have every component of all of them."""
+    kinds = {
+        entry.name: {type(part) for part in find(registry().experiment(entry.name), Node).values()}
+        for entry in registry().entries("experiments")
+    }
+    remaining, selection = set().union(*kinds.values()), list[str]()
+    while remaining:
+        selection.append(max(kinds, key=lambda name: len(kinds[name] & remaining)))
+        remaining -= kinds[selection[-1]]
+    return tuple(selection)
 
 
 def resolve_features(tree: Node[Any], *features: str, full_result: bool = False) -> Any:

@@ -223,5 +223,7 @@ def test_decoders_without_embeddings_or_layers_are_refused(config):
     unembedded = patch(cfg, {"decoder": replace_config(cfg.decoder, Decoder, Unembedded.Config())})
     with pytest.raises(RequestError, match=r"Unembedded has no method `embed`[\s\S]*fix:"):
         nnx.eval_shape(lambda: unembedded.build(rngs=nnx.Rngs(0)))
-    with pytest.raises(ConfigError, match=r"decoder: .*which has no 'num_layers'[\s\S]*fix: remove the feature"):
+    with pytest.raises(
+        ConfigError, match=r"decoder: .*but the decoder has no 'num_layers'[\s\S]*fix: remove the feature"
+    ):
         check(patch(cfg, {"decoder": Flat.Config()}))

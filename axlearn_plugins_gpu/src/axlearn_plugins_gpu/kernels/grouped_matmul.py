@@ -8,6 +8,7 @@ multiple of 64.
 """
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,6 +30,9 @@ ROWS = 8
 OUTER_ROWS = 64
 """Required divisor for the kernel that sums over rows."""
 
+MOST_PADDING = 1.5
+"""The largest factor by which Triton's kernel pads a dimension. Without the kernel, XLA computes every group for all rows."""
+
 
 class _Tokamax:
     """Base class for both kernels. A block's rows all belong to one group, so work is proportional to the number of rows."""
@@ -36,7 +40,7 @@ class _Tokamax:
     mosaic: bool
 
     def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
-        """Support 16-bit dtypes and dimensions that are multiples of the block sizes."""
+        """Support 16-bit dtypes and dimensions that are multiples of the block sizes. Triton's kernel can pad them."""
         if reason := tokamax.unavailable_reason() or unknown_gpu(context.target):
             return reason
         if self.mosaic and (reason := refusal(context.target)):
@@ -67,11 +71,20 @@ MOSAIC, TRITON = _Mosaic(), _Triton()
 
 
 def _check_triton_shapes(op: "GroupedMatmulOp", target: str) -> str | None:
-    blocks = grouped_blocks(target)
+    multiple = _triton_multiple(target)
     for size in op.rhs.shape[1:]:
-        if size % blocks.n or size % blocks.k:
-            return f"the dimension {size} is not a multiple of {max(blocks.n, blocks.k)}"
+        if _round_up(size, multiple) > MOST_PADDING * size:
+            return f"the dimension {size} is not a multiple of {multiple}, and padding it would add more than half"
     return None
+
+
+def _triton_multiple(target: str) -> int:
+    blocks = grouped_blocks(target)
+    return math.lcm(blocks.n, blocks.k)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _check_mosaic_shapes(op: "GroupedMatmulOp", target: str) -> str | None:
@@ -90,8 +103,21 @@ def _check_mosaic_shapes(op: "GroupedMatmulOp", target: str) -> str | None:
 def _run(dimensions: str, mosaic: bool, target: str, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
     numbers = getattr(tokamax.module("ops.ragged_dot.base"), f"{dimensions}_DIM_NUMS")
     kernel, context = (_mosaic if mosaic else _triton)(target)
+    padded_lhs, padded_rhs = (lhs, rhs) if mosaic else (_pad(x, _triton_multiple(target)) for x in (lhs, rhs))
     with context:
-        return kernel(lhs, rhs, group_sizes=sizes, ragged_dot_dimension_numbers=numbers)
+        result = kernel(padded_lhs, padded_rhs, group_sizes=sizes, ragged_dot_dimension_numbers=numbers)
+    sides = {
+        "DEFAULT_RAGGED_DOT": (rhs.shape[-1],),
+        "TRANS_RHS_RAGGED_DOT": (rhs.shape[1],),
+        "RAGGED_CONTRACTING_DOT": (lhs.shape[1], rhs.shape[1]),
+    }[dimensions]
+    return result[..., *(slice(side) for side in sides)] if result.shape[-len(sides) :] != sides else result
+
+
+def _pad(x: jax.Array, multiple: int) -> jax.Array:
+    """Pad the dimensions of an operand with zeros, except the first, which has rows or groups."""
+    widths = [(0, 0), *((0, _round_up(size, multiple) - size) for size in x.shape[1:])]
+    return jnp.pad(x, widths) if any(after for _, after in widths) else x
 
 
 def _triton(target: str) -> tuple[Any, Any]:

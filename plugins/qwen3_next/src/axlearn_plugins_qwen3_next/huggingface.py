@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 from axlearn_plugins_models.huggingface import decoder as d
+from axlearn_plugins_models.huggingface.depth_tensors import ONE_DEPTH
 from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings, unsupported
 from axlearn_plugins_models.huggingface.rope import missing_forms, parameters, read_rope, write_rope
 from axlearn_plugins_models.huggingface.table import Rule
@@ -65,6 +66,7 @@ class Qwen3Next(Family):
     fixed: ClassVar = {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu"}
     unused_keys: ClassVar = ("intermediate_size",)
     ignored: ClassVar = ("mtp.*",)
+    depths: ClassVar = ONE_DEPTH
     experts: ClassVar[dict[str, Json]] = {"moe": {"shared_experts": 1}}
     image_entries: ClassVar = ("mrope_section", "mrope_interleaved")  # they divide frequencies among axes of images
     rules: ClassVar = (
@@ -162,6 +164,7 @@ class Qwen35Moe(Qwen3Next):
 
     architectures = ("Qwen3_5MoeForCausalLM",)
     common = False
+    depths: ClassVar = None
     keys: ClassVar = {name: key for name, key in Qwen3Next.keys.items() if name != "norm_topk_prob"}
     fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu"}
     rules: ClassVar = (*Qwen3Next.rules, *separate_rules())

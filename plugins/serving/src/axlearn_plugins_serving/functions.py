@@ -74,13 +74,12 @@ class ServingFunctions:
 
         `model` is a `CausalLM` with abstract arrays and paged caches.
         """
-        self.sizes, self.vocab = sizes, model.vocab_size
+        self.sizes, self.vocab, decoder = sizes, model.vocab_size, model.decoder
         if sizes.drafts:
             _check_drafts(model)
         self._heads_keep_cache = sizes.drafts and isinstance(model, DraftsFromCache)
         options = {"heads": True} if self._heads_keep_cache else {}
         self._generation = GenerationFunctions(model, _layout_editor(sizes.layout), **options)
-        decoder = model.decoder
         head = children(decoder.cfg)["head"] if isinstance(decoder.cfg, OutputHeadRole) else None
         self._tied = head is None
         self.specs: dict[str, Any] = dict(self._generation.specs)

@@ -95,7 +95,7 @@ class MultiTokenCausalLM(CausalLM):
             if missing:
                 yield Problem(
                     path="decoder",
-                    message=f"multi-token prediction needs a layer like those of the decoder, which has no {missing[0]!r}",
+                    message=f"multi-token prediction builds a layer like those of the decoder, but the decoder has no {missing[0]!r}",
                     got=type(self.decoder).__qualname__,
                     expected=f"a decoder with {', '.join(NEEDED)}",
                     fix="remove the feature multi-token-prediction",
@@ -184,7 +184,8 @@ class MultiTokenCausalLM(CausalLM):
     def _stack(self) -> Stack:
         """Return a stack that runs a layer with the remat policy of the decoder."""
         stack = self.cfg.decoder.stack
-        return Stack(Stack.Config(mode="unrolled", remat=stack.remat if isinstance(stack, StackRole) else None))
+        remat: Any = children(stack)["remat"] if isinstance(stack, StackRole) else None
+        return Stack(Stack.Config(mode="unrolled", remat=remat))
 
     @staticmethod
     def _has_later_token(shape: tuple[int, ...], context: Context, depth: int) -> jax.Array:

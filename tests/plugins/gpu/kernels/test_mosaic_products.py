@@ -127,6 +127,41 @@ class Careful(Grouped):
         )
 
 
+@pytest.mark.parametrize(("inner", "outer"), [(256, 192), (200, 128), (100, 250)])
+def test_triton_pads_matrices_of_other_sizes(library, monkeypatch, inner, outer):
+    """The gradients are those of the matrices without padding."""
+    shapes = []
+
+    class Multiples(Careful):
+        def __call__(self, lhs, rhs, **options):
+            shapes.extend([*lhs.shape[1:], *rhs.shape[1:]])
+            return super().__call__(lhs, rhs, **options)
+
+    monkeypatch.setattr(tokamax.module("ops.ragged_dot.pallas_triton"), "PallasTritonRaggedDot", Multiples)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(64, inner)), jnp.bfloat16)
+    matrices = jnp.asarray(rng.normal(size=(3, inner, outer)) / 16, jnp.bfloat16)
+    sizes = jnp.asarray([30, 0, 21], jnp.int32)
+
+    def run(kernel):
+        def loss(x, matrices):
+            out = GroupedMatmulOp(x, matrices, sizes).run(kernel)[:51]
+            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(x, matrices)
+
+    expected = run("xla")
+    with selection.use(selection.Selection(target="h100", platform="gpu")) as choices:
+        actual = run("tokamax-triton")
+    assert [c.name for c in choices.choices] == ["tokamax-triton"]
+    assert not any(size % 128 for size in shapes)
+    assert len(shapes) == 3 + 3 + 2  # forward, and the gradients of the rows and of the matrices
+    (value, (rows, by_group)), (expected_value, (expected_rows, expected_by_group)) = actual, expected
+    np.testing.assert_allclose(value, expected_value, rtol=0.02)
+    np.testing.assert_allclose(np.float32(rows[:51]), np.float32(expected_rows[:51]), atol=0.05)
+    np.testing.assert_allclose(np.float32(by_group), np.float32(expected_by_group), atol=0.05)
+
+
 @pytest.mark.fast_cases("b200-248")
 @pytest.mark.parametrize("rows", [256, 248])  # on Hopper, Mosaic or Triton computes the gradient of the matrices
 @pytest.mark.parametrize("target", ["h100", "b200"])

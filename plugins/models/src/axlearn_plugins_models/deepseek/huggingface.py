@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 from axlearn_plugins_models.huggingface import decoder as d
+from axlearn_plugins_models.huggingface.depth_tensors import NEXT_LAYERS
 from axlearn_plugins_models.huggingface.family import Json, Key, Settings, unsupported
 from axlearn_plugins_models.huggingface.layer_cycle import each_value
 from axlearn_plugins_models.huggingface.rope import (
@@ -33,6 +34,7 @@ class DeepSeekV3(SharedExperts):
     fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu", "moe_layer_freq": 1}
     unused_keys: ClassVar = ("num_key_value_heads", "scoring_func", "topk_method", "mlp_bias")
     ignored: ClassVar = ("*.rotary_emb.inv_freq",)
+    depths: ClassVar = NEXT_LAYERS
     rules: ClassVar = (
         *SHARED_EXPERT_RULES,
         Rule(QUERIES[0], f"{THEIRS}.q_b_proj.weight", QUERIES[1]),
@@ -100,6 +102,7 @@ class DeepSeekV32(DeepSeekV3):
     """
 
     architectures = ("DeepseekV32ForCausalLM",)
+    depths: ClassVar = None
     fixed: ClassVar = {**DeepSeekV3.fixed, "mlp_bias": False}
     rules: ClassVar = (
         *DeepSeekV3.rules,
@@ -144,6 +147,7 @@ class DeepSeekV2(DeepSeekV3):
     """DeepSeek-V2: softmax routing, limited to a few groups."""
 
     architectures = ("DeepseekV2ForCausalLM",)
+    depths: ClassVar = None
     fixed: ClassVar = {**DeepSeekV3.fixed, "mlp_bias": False}
     unused_keys = (*DeepSeekV3.unused_keys, "norm_topk_prob")
 

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from axlearn_plugins_models.deepseek.huggingface import DeepSeekV3, DeepSeekV32
 from axlearn_plugins_models.huggingface import decoder as d
+from axlearn_plugins_models.huggingface.depth_tensors import NEXT_LAYERS
 from axlearn_plugins_models.huggingface.family import Json, Settings, unsupported
 from axlearn_plugins_models.huggingface.layer_cycle import cycle_of, each_value
 from axlearn_plugins_models.huggingface.shared_experts import FIRST, SHARED_EXPERT_RULES, TYPES, SharedExperts
@@ -20,6 +21,7 @@ class Glm4Moe(SharedExperts, d.RopeDecoder):
     keys: ClassVar = {**d.SIZES, **d.HEADS, **d.NORMS, "tie_word_embeddings": d.TIED}
     fixed: ClassVar = {"hidden_act": "silu"}
     rules: ClassVar = (*SHARED_EXPERT_RULES, *d.ATTENTION_RULES)
+    depths: ClassVar = NEXT_LAYERS
     defaults: ClassVar = {**SharedExperts.defaults, "routed_scaling_factor": 1.0, FIRST: 1}
 
     def fraction(self, hf: Settings) -> float:

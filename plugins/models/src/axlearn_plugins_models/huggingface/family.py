@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import attrs
 
 from axlearn_core.compose import Functional
-from axlearn_core.config import REQUIRED, Configurable, Node, diff, factor_of, get, map, size_of
+from axlearn_core.config import REQUIRED, Configurable, Node, diff, factor_of, get, map, replace_config, size_of
 from axlearn_core.config.flat import Change
 from axlearn_core.config.kinds import change_kinds
 from axlearn_core.config.tree import children
@@ -20,10 +20,13 @@ from axlearn_core.plugins.index import not_installed_error
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
+from axlearn_plugins_models.huggingface.depth_tensors import DEPTH, DepthFormat, depth_of
 from axlearn_plugins_models.huggingface.files import StoredTensor
 from axlearn_plugins_models.huggingface.quantized_tensors import SCHEMES, Scheme, dequantize, read_scheme
 from axlearn_plugins_models.huggingface.table import Rule, Tensor, layout
 from axlearn_plugins_transformer.attention import score_scale
+from axlearn_plugins_transformer.causal_lm import CausalLM
+from axlearn_plugins_transformer.multi_token import MultiTokenCausalLM
 
 PREFIX, KIND = "huggingface-", "Hugging Face model_type"
 Json = dict[str, Any]
@@ -148,6 +151,7 @@ class Family(Configurable):
         text: Whether the model reads text, and therefore has a tokenizer.
         common: Whether to prefer this family if several describe a model, because most tools read it.
         copies: Tensor -> the tensor that it may duplicate, such as a tied output layer.
+        depths: Tensors of multi-token prediction in the files. None if the family does not read or write them.
     """
 
     experiment: ClassVar[str]
@@ -161,6 +165,7 @@ class Family(Configurable):
     text: ClassVar[bool] = True
     common: ClassVar[bool] = False
     copies: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    depths: ClassVar[DepthFormat | None] = None
 
     def __init__(self, cfg: Any = None):
         self.model_type = ""
@@ -191,10 +196,17 @@ class Family(Configurable):
         layers = range(hf.need("num_hidden_layers"), hf.need("num_hidden_layers") + count) if type(count) is int else ()
         return (*self.ignored, *(f"model.layers.{i}.*" for i in layers))
 
-    def ignored_names(self, data: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-        """Return the names that match `ignored_tensors`. `data` is the content of `config.json`."""
+    def ignored_names(self, data: Mapping[str, Any], names: Iterable[str], depth: int = 0) -> set[str]:
+        """Return the names that match `ignored_tensors`.
+
+        Args:
+            data: Content of `config.json`.
+            names: Names of tensors.
+            depth: Number of depths of the model. Their tensors are not ignored.
+        """
         patterns = self.ignored_tensors(Settings(data))
-        return {n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)}
+        read = self.depths.prefixes(depth, data["num_hidden_layers"]) if self.depths and depth else ()
+        return {n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns) and not n.startswith(read)}
 
     def quantizations(self, hf: Settings) -> Mapping[str, Scheme]:
         """Return `quant_method` -> scheme, for the quantized weights that the family reads."""
@@ -214,7 +226,21 @@ class Family(Configurable):
 
     def layout(self, model: Functional, data: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return every tensor in a file of a model by name; see `table.layout`. `data` is the content of `config.json`."""
-        return layout(model, self.table(model), data)
+        rules = self.table(model)
+        depth = len({path.split(".")[1] for path in model.abstract if path.startswith(DEPTH)})
+        if self.depths is not None and depth:
+            rules = (*rules, *self.depths.rules(rules, depth, data["num_hidden_layers"]))
+        return layout(model, rules, data)
+
+    def depth_copies(self, config: Any, data: Mapping[str, Any]) -> dict[str, str]:
+        """Return the tensors of the depths that duplicate others: name -> name of the original.
+
+        Args:
+            config: Config of the model.
+            data: Content of `config.json`.
+        """
+        depth = depth_of(config)
+        return self.depths.find_copies(depth, data["num_hidden_layers"]) if self.depths is not None and depth else {}
 
     def resolve(self, data: Mapping[str, Any], **more: Any) -> tuple[Resolved, list[str]]:
         """Resolve the experiment of a `config.json`. Return it with the keys of the file that were not read.
@@ -254,11 +280,19 @@ class Family(Configurable):
             **_with_derived_heads(written),
             **self.export_keys(config),
         }
+        if self.depths is not None and self.depths.key is not None and (depth := depth_of(config.model)):
+            data[self.depths.key] = depth
         return data | self.compatibility_keys(data)
 
     def differences(self, data: Mapping[str, Any], config: Any) -> list[Change]:
         """Return the differences that affect results between the model of a `config.json` and that of a config."""
         theirs: Any = self.resolve(data)[0].config
+        depth = depth_of(config.model)
+        if self.depths is not None and depth:  # no key of `config.json` says whether the model keeps its depths
+            count = min(self.depths.count(data, depth), self.depths.most or depth)
+            theirs = attrs.evolve(
+                theirs, model=replace_config(theirs.model, CausalLM, MultiTokenCausalLM.Config(depth=count))
+            )
         old, new = _with_derived_sizes(theirs.model), _with_derived_sizes(config.model)
         return [change for change, kind in change_kinds(diff(old, new), old, new) if kind == "mathematics"]
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from axlearn_core.checkpoint import LocalStorage, open_storage
 from axlearn_core.compose import Functional, compose
 from axlearn_core.compose.devices import configure_devices
@@ -92,7 +94,7 @@ def _keep_files(source: Source, run_dir: Path) -> None:
     for file in source.directory.glob(f"{TEMPLATES}/*.jinja"):
         (folder / TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(member(source.directory / TEMPLATES, file.name), folder / TEMPLATES / file.name)
-    stored = {n: [s.dtype, s.file.name] for n, s in source.stored.items()}
+    stored = {n: [s.dtype, s.file.name] for n, s in {**source.stored, **source.duplicates}.items()}
     (folder / TENSORS).write_text(json.dumps(stored) + "\n", "utf-8")
 
 
@@ -124,6 +126,9 @@ def export_run(
     model = Functional.from_config(config.model)
     tensors = model_family.layout(model, data)
     dtypes: dict[str, list[str]] = json.loads(run_files.pop(TENSORS, b"{}"))
+    copies = model_family.depth_copies(config.model, data)
+    written = {n: t for n, t in copies.items() if t in tensors and (n in dtypes or not dtypes)}
+    tensors |= {n: attrs.evolve(tensors[t], name=n) for n, t in written.items()}
     outputs = _outputs(model, tensors, dtype, str(config.model.param_dtype), dtypes)
     files.check_space(directory, outputs)
     params = source.read()

@@ -11,6 +11,7 @@ from axlearn_core.contracts.experiment import sequence_length, set_experiment_na
 from axlearn_core.errors import CheckpointError, ConfigError, Problem, counted
 from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_plugins_models.huggingface import files, stream
+from axlearn_plugins_models.huggingface.depth_tensors import depth_of
 from axlearn_plugins_models.huggingface.family import Family, Json, Settings, families, family
 from axlearn_plugins_models.huggingface.files import StoredTensor
 from axlearn_plugins_models.huggingface.hub import locate_model
@@ -41,6 +42,7 @@ class Source:
         stored: Name -> tensor in the files, with the names of `tensors`.
         origin: Path that was opened, or `org/name@commit` if the model was downloaded from the hub.
         notes: Messages for the user.
+        duplicates: Name -> tensor that duplicates another one, and that an export writes again.
     """
 
     directory: Path
@@ -52,6 +54,7 @@ class Source:
     stored: dict[str, StoredTensor]
     origin: str
     notes: tuple[str, ...] = ()
+    duplicates: Mapping[str, StoredTensor] = {}
 
     @property
     def config(self) -> Any:
@@ -113,7 +116,8 @@ def open_model(
         base, unread = _resolve(model_family, directory, data, {**settings, "input.sequence_length": length})
     resolved = resolve(set_experiment_name(base.config, model_family.model_type), with_=with_, set=set)
     model = Functional.from_config(resolved.config.model)  # type: ignore[attr-defined]
-    ignored = model_family.ignored_names(data, all_tensors)
+    model_config = resolved.config.model  # type: ignore[attr-defined]
+    ignored = model_family.ignored_names(data, all_tensors, depth_of(model_config))
     tensors = model_family.layout(model, data)
     stored = model_family.dequantize(data, {n: t for n, t in all_tensors.items() if n not in ignored})
     if model_family.prefix and not any(n.startswith(model_family.prefix) for n in stored):
@@ -121,11 +125,18 @@ def open_model(
         tensors = {n: attrs.evolve(t, name=n) for n, t in bare.items()}
     converted = [n for n, tensor in stored.items() if isinstance(tensor, QuantizedTensor)]
     files.check_readable(tensor for n, tensor in stored.items() if n not in {*converted})
-    copies = {n: t for n, t in model_family.copies.items() if n in stored and t in stored and n not in tensors}
+    depth_copies = model_family.depth_copies(model_config, data)
+    possible = {**model_family.copies, **depth_copies}
+    copies = {n: t for n, t in possible.items() if n in stored and t in stored and n not in tensors}
     files.check_tensors(stored, tensors, copies, directory)
     differing = [f"{n} differs from {t}" for n, t in copies.items() if not stream.same(stored[n], stored[t])]
     if differing:
-        raise files.problem_list(f"{directory}: tied tensors differ", differing, "set tie_word_embeddings to false")
+        fix = "set tie_word_embeddings to false"
+        if depth_copies.keys() & {n for n in copies if not stream.same(stored[n], stored[copies[n]])}:
+            fix = (
+                "import the model without multi-token-prediction, whose heads share the embedding and the output layer"
+            )
+        raise files.problem_list(f"{directory}: tied tensors differ", differing, fix)
     notes = [f"these keys of config.json were not read: {', '.join(unread)}"] if unread else []
     notes += text.notes if text is not None else ()
     if text is not None and text.eos is None:
@@ -135,7 +146,10 @@ def open_model(
         notes += [f"{counted(len(converted), 'weight')} of the quantization {method} were converted to floating point"]
     notes += [f"ignored, since they are not part of the model: {', '.join(sorted(ignored)[:8])}"] if ignored else []
     model_tensors = {n: stored[n] for n in tensors}
-    return Source(directory, data, model_family, resolved, model, tensors, model_tensors, place.origin, tuple(notes))
+    duplicates = {n: stored[n] for n in copies if n in depth_copies}
+    return Source(
+        directory, data, model_family, resolved, model, tensors, model_tensors, place.origin, tuple(notes), duplicates
+    )
 
 
 def _json(directory: Path) -> Json:
