@@ -43,9 +43,9 @@ UNPLANNED = frozenset(
     gpt-neox-20b gpt-oss-20b granite3.1-3b-a800m granite3.3-2b granite3.3-8b granite4-h-micro granite4-h-tiny
     helium1-2b hunyuan-7b hunyuan-a13b k-exaone kimi-k2 kimi-linear-48b-a3b lfm2-1.2b lfm2-350m lfm2-700m
     llama4-maverick llama4-scout minimax-m2 ministral-8b ministral3-14b ministral3-3b ministral3-8b minitron-4b
-    nemotron-h-8b nemotron-nano-9b-v2 nemotron3-nano-30b-a3b olmo-1b olmo-7b olmo2-32b olmo2-7b olmo3-7b olmoe-1b-7b
-    phi3-mini phi4 pythia-1.4b qwen2-57b-a14b qwen3-next-80b-a3b qwen3.5-35b-a3b qwen3.5-9b seed-oss-36b smollm3-3b
-    stablelm-3b stablelm2-1.6b starcoder2-3b starcoder2-7b
+    nemotron-h-8b nemotron-nano-9b-v2 nemotron3-nano-30b-a3b olmo-1b olmo-7b olmo-hybrid-7b olmo2-32b olmo2-7b
+    olmo3-7b olmoe-1b-7b phi3-mini phi4 pythia-1.4b qwen2-57b-a14b qwen3-next-80b-a3b qwen3.5-35b-a3b qwen3.5-9b
+    seed-oss-36b smollm3-3b stablelm-3b stablelm2-1.6b starcoder2-3b starcoder2-7b
     """.split()  # noqa: SIM905
 )
 """Experiments that were not compiled for any target yet."""

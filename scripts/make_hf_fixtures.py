@@ -288,6 +288,11 @@ MODELS = {
                                                                     "linear_attention"]}, {}),
     "lfm2": ("Lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "intermediate_size": 70,
                       "block_multiple_of": 8, "block_ffn_dim_multiplier": 0.9, "conv_bias": True, "conv_L_cache": 4}, {}),
+    "olmo-hybrid": ("OlmoHybrid", {"num_hidden_layers": 3, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+                                   "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 3,
+                                   "rope_parameters": {"rope_theta": None},
+                                   "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+                    {"rename": (r"layers\.1\.feedforward_layer_norm", "layers.1.post_attention_layernorm")}),
     "kimi-linear": ("KimiLinear", KIMI_LINEAR, {"rename": (r"\.block_sparse_moe\.(\w+_proj)\.", r".mlp.\1.")}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, {}),
 }  # fmt: skip

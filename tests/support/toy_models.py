@@ -34,7 +34,7 @@ PUBLISHED = frozenset(
     afm-4.5b command-r-35b command-r7b ernie4.5-0.3b exaone4-1.2b exaone4-32b glm4-9b glm4-9b-0414 granite3.3-2b
     granite3.3-8b hunyuan-7b olmo2-32b olmo2-7b olmo3-7b phi3-mini phi4 seed-oss-36b smollm3-3b starcoder2-3b starcoder2-7b
     nemotron-h-8b nemotron-nano-9b-v2 nemotron3-nano-30b-a3b
-    lfm2-350m lfm2-700m lfm2-1.2b ministral-8b ministral3-3b ministral3-8b ministral3-14b
+    olmo-hybrid-7b lfm2-350m lfm2-700m lfm2-1.2b ministral-8b ministral3-3b ministral3-8b ministral3-14b
     qwen3.5-9b qwen3.5-35b-a3b bamba-9b kimi-linear-48b-a3b granite4-h-micro granite4-h-tiny
     """.split()  # noqa: SIM905
 )

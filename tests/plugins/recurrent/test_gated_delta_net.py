@@ -130,6 +130,19 @@ def test_padding_leaves_the_state_unchanged():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), padded, exact)
 
 
+def test_strengths_may_be_up_to_two():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 8)), jnp.float32)
+    one, two = (
+        GatedDeltaNet.Config(num_heads=2, input_dim=8, strength_scale=scale)
+        .build(rngs=nnx.Rngs(0), precision=Precision())
+        .gates(x)
+        for scale in (1.0, 2.0)
+    )
+    np.testing.assert_array_equal(one[0], two[0])
+    np.testing.assert_array_equal(2 * one[1], two[1])
+    assert float(two[1].max()) > 1
+
+
 def test_a_prefix_that_attends_in_both_directions_is_refused():
     layer = GatedDeltaNet.Config(num_heads=2, input_dim=8).build(rngs=nnx.Rngs(0), precision=Precision())
     with pytest.raises(RequestError, match="no prefix can attend in both directions"):

@@ -50,6 +50,8 @@ class GatedDeltaNet(LinearAttentionLayer):
             decay_per: Whether a head has one decay, or one for each element of the key.
             rank: Rank of the maps to decays and gates; None uses full maps.
             gate_activation: Activation of the gate.
+            strength_scale: Largest strength. With 2, a token can negate what the state has for its key (Grazzi et al., 2024, arXiv
+                2411.12537).
             convolution: Convolution of queries, keys and values, or None.
             norm: Norm of each head's result.
             kernel: Implementation of the `linear_attention` op. None selects the best one.
@@ -72,6 +74,7 @@ class GatedDeltaNet(LinearAttentionLayer):
         decay_per: Literal["head", "element"] = "head"
         rank: int | None = setting(default=None, ge=1)
         gate_activation: Literal["silu", "sigmoid"] = "silu"
+        strength_scale: float = setting(default=1.0, gt=0, le=2, hide_default=True)
         convolution: Node[TokenConvolution] | None = ShortConvolution.Config()
         norm: Node[Norm] = RMSNorm.Config()
         kernel: str | None = setting(default=None, kind="execution")
@@ -166,7 +169,10 @@ class GatedDeltaNet(LinearAttentionLayer):
         step = jax.nn.softplus(step + expand_to(self.time_bias[...].astype(jnp.float32), step.ndim))
         rate = jnp.exp(self.log_rate[...].astype(jnp.float32))
         rate = rate[:, None] if step.ndim == 4 else rate
-        return -jax.lax.expand_dims(rate, (0, 1)) * step, jax.nn.sigmoid(self.strength(x).astype(jnp.float32))
+        strength = jax.nn.sigmoid(self.strength(x).astype(jnp.float32))
+        if self.cfg.strength_scale != 1:
+            strength = strength * self.cfg.strength_scale
+        return -jax.lax.expand_dims(rate, (0, 1)) * step, strength
 
     def finish(self, values: jax.Array, x: jax.Array) -> jax.Array:
         """Normalize, gate and project [B, S, H, V] to [B, S, D]. `x` is the input of the layer."""

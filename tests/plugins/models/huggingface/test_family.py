@@ -253,6 +253,7 @@ def test_kimi_linear_reads_both_names_of_its_dense_layers(tmp_path):
         ("kimi-linear", "mla_use_nope", False),
         ("lfm2", "layer_types", ["conv", "full_attention"]),
         ("lfm2", "use_pos_enc", False),
+        ("olmo-hybrid", "layer_types", ["linear_attention", "full_attention"]),
         ("nemotron-h", "moe_latent_size", 16),
         ("nemotron-h", "layers_block_type", ["mamba", "mlp", "attention", "convolution", "mamba"]),
         ("nemotron-h", "num_hidden_layers", 6),
@@ -323,3 +324,16 @@ def test_lfm2_reads_where_attention_is():
     del data["layer_types"]
     one = family("lfm2")
     assert one.config_json(one.resolve(data)[0].config)["layer_types"] == ["full_attention", "conv", "full_attention"]
+
+
+def test_olmo_hybrid_derives_sizes_and_reads_positions():
+    data = json.loads((HF_FIXTURES / "olmo-hybrid/config.json").read_text())
+    sizes = {key: None for key in data if key.startswith("linear_") and ("num" in key or key.endswith("head_dim"))}
+    one = family("olmo_hybrid")
+    config = one.resolve({**data, **sizes, "layer_types": None, "linear_allow_neg_eigval": False})[0].config
+    keys = one.config_json(config)
+    assert [keys[key] for key in ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")] == [4, 6, 12]
+    assert keys["layer_types"] == ["linear_attention", "linear_attention", "full_attention"]
+    assert (keys["linear_allow_neg_eigval"], keys["rope_parameters"]) == (False, {"rope_theta": None})
+    rope = {"rope_type": "default", "rope_theta": 1e5}
+    assert one.config_json(one.resolve({**data, "rope_parameters": rope})[0].config)["rope_parameters"] == rope
