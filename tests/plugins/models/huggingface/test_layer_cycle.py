@@ -41,7 +41,9 @@ def test_windows_come_back():
 
 
 @pytest.mark.parametrize("change", [lambda kinds: kinds[:-1], lambda kinds: [*kinds[:-1], "linear_attention"]])
-@pytest.mark.parametrize("fixture", ["cohere2", "dots1", "exaone-moe", "exaone4", "gemma4", "llama4", "ministral", "olmo3"])
+@pytest.mark.parametrize(
+    "fixture", ["cohere2", "dots1", "exaone-moe", "exaone4", "gemma4", "llama4", "ministral", "olmo3"]
+)
 def test_layer_types_that_do_not_describe_every_layer_are_errors(fixture, change):
     """A shorter list would otherwise be repeated, and an unknown kind would be read as another."""
     data = json.loads((HF_FIXTURES / fixture / "config.json").read_text())
