@@ -57,3 +57,14 @@ def test_a_pattern_must_be_a_number(fixture):
     data = {k: v for k, v in data.items() if k != "layer_types"}
     with pytest.raises(ConfigError, match="sliding_window_pattern"):
         family(data["model_type"]).resolve({**data, "sliding_window_pattern": 0})
+
+
+@pytest.mark.parametrize("fixture", ["gemma2", "gemma3"])
+def test_gemma_exports_the_kind_of_each_layer(fixture):
+    """transformers does not read the pattern of Gemma 2. Without the kinds, it takes every second layer."""
+    data = json.loads((HF_FIXTURES / fixture / "config.json").read_text()) | {"num_hidden_layers": 6}
+    data = {k: v for k, v in data.items() if k != "layer_types"} | {"_sliding_window_pattern": 3}
+    one = family(data["model_type"])
+    written = one.config_json(one.resolve(data)[0].config)
+    assert written["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    assert one.resolve(written)[0].config == one.resolve(data)[0].config

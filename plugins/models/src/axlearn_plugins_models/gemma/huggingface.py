@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings, unsupported
+from axlearn_plugins_models.huggingface.layer_cycle import window_types
 from axlearn_plugins_models.huggingface.rope import Kind, missing_forms, parameters, read_rope, write_rope
 from axlearn_plugins_models.huggingface.table import Rule
 
@@ -75,11 +76,12 @@ class Gemma2(Family):
     def export_keys(self, config: Any) -> Json:
         """Return the `config.json` keys; the inverse of `features` and `settings`."""
         decoder = config.model.decoder
-        windows = decoder.layer.attention.window.children
-        fields = {"rms_norm_eps": decoder.norm.eps, "sliding_window": windows[0].size}
+        windows = decoder.layer.attention.window
+        types, size = window_types(windows, decoder.num_layers)
+        fields = {"rms_norm_eps": decoder.norm.eps, "sliding_window": size, "layer_types": types}
         return fields | {
             "rope_parameters": self.rope_parameters(decoder.layer.attention),
-            "_sliding_window_pattern": len(windows),
+            "_sliding_window_pattern": len(windows.children),
         }
 
     def rope_parameters(self, attention: Any) -> Json:
