@@ -31,7 +31,7 @@ TARGETS = {
     "deepseek-v3": "h100-8x256",
     "vit-b16": "tpu-v5e-16",
 }
-"""A GPU target that fits, by experiment."""
+"""A GPU target that fits, with any options that it needs, by experiment."""
 TPU_TARGETS = {
     "llama3-8b": "tpu-v5p-512",
 }
@@ -39,13 +39,14 @@ TPU_TARGETS = {
 UNPLANNED = frozenset(
     """
     afm-4.5b apertus-8b bamba-9b command-r-35b command-r7b deepseek-v3.2 dots1 ernie4.5-0.3b ernie4.5-21b-a3b
-    exaone4-1.2b exaone4-32b gemma-2b gemma-7b glm-5 glm4-9b glm4-9b-0414 glm4.5-air glm4.6 glm4.7-flash
-    gpt-neox-20b gpt-oss-20b granite3.1-3b-a800m granite3.3-2b granite3.3-8b granite4-h-micro granite4-h-tiny
-    helium1-2b hunyuan-7b hunyuan-a13b k-exaone kimi-k2 kimi-linear-48b-a3b lfm2-1.2b lfm2-350m lfm2-700m
-    llama4-maverick llama4-scout minimax-m2 ministral-8b ministral3-14b ministral3-3b ministral3-8b minitron-4b
-    nemotron-h-8b nemotron-nano-9b-v2 nemotron3-nano-30b-a3b olmo-1b olmo-7b olmo-hybrid-7b olmo2-32b olmo2-7b
-    olmo3-7b olmoe-1b-7b phi3-mini phi4 pythia-1.4b qwen2-57b-a14b qwen3-next-80b-a3b qwen3.5-35b-a3b qwen3.5-9b
-    seed-oss-36b smollm3-3b stablelm-3b stablelm2-1.6b starcoder2-3b starcoder2-7b
+    exaone4-1.2b exaone4-32b gemma-2b gemma-7b gemma4-26b-a4b gemma4-31b gemma4-e2b gemma4-e4b glm-5 glm4-9b
+    glm4-9b-0414 glm4.5-air glm4.6 glm4.7-flash gpt-neox-20b gpt-oss-20b granite3.1-3b-a800m granite3.3-2b
+    granite3.3-8b granite4-h-micro granite4-h-tiny helium1-2b hunyuan-7b hunyuan-a13b k-exaone kimi-k2
+    kimi-linear-48b-a3b lfm2-1.2b lfm2-350m lfm2-700m llama4-maverick llama4-scout minimax-m2 ministral-8b
+    ministral3-14b ministral3-3b ministral3-8b minitron-4b nemotron-h-8b nemotron-nano-9b-v2 nemotron3-nano-30b-a3b
+    olmo-1b olmo-7b olmo-hybrid-7b olmo2-32b olmo2-7b olmo3-7b olmoe-1b-7b phi3-mini phi4 pythia-1.4b qwen2-57b-a14b
+    qwen3-next-80b-a3b qwen3.5-35b-a3b qwen3.5-9b seed-oss-36b smollm3-3b stablelm-3b stablelm2-1.6b starcoder2-3b
+    starcoder2-7b
     """.split()  # noqa: SIM905
 )
 """Experiments that were not compiled for any target yet."""
@@ -53,7 +54,7 @@ UNPLANNED = frozenset(
 
 def plan(experiment: str, target: str) -> dict:
     """Return the plan from `axlearn plan --json`, with `fits`, or `{"error": ...}` if it fails."""
-    command = [sys.executable, "-m", "axlearn_core", "plan", experiment, "--target", target, "--json"]
+    command = [sys.executable, "-m", "axlearn_core", "plan", experiment, "--target", *target.split(), "--json"]
     process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     if process.returncode not in (0, 1) or not process.stdout.startswith("{"):
         return {"error": process.stderr.strip() or f"exit code {process.returncode}"}

@@ -1,15 +1,14 @@
 """Models that add inputs and losses to a causal language model, and layers that share values."""
 
+import attrs
 import jax.numpy as jnp
 
 from axlearn_core.config import node, patch, replace_config
 from axlearn_core.nn import summaries
 from axlearn_core.nn.linear import Linear
 from axlearn_plugins_transformer.alternate import Alternate
-from axlearn_plugins_transformer.attention import Attention, cached_slots
 from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.embedding import Embedding
-from axlearn_plugins_transformer.kv_cache import build_cache
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
 IMAGE, FEATURES = 2, 3
@@ -73,41 +72,6 @@ class PerLayerBlock(TransformerLayer):
         return super().__call__(x + context.layer_inputs["per_layer"], context, cache)
 
 
-class SourceAttention(Attention):
-    """Attention that shares its keys and values with later layers."""
-
-    @node
-    class Config(Attention.Config):
-        pass
-
-    def attend(self, op, context, cache=None):
-        y, cache = super().attend(op, context, cache)
-        context.share("kv", {"key": op.key, "value": op.value, "cache": cache})
-        return y, cache
-
-
-class BorrowingAttention(Attention):
-    """Attention to the keys and values of an earlier layer, including the cached ones. It has no cache of its own."""
-
-    @node
-    class Config(Attention.Config):
-        pass
-
-    def cache_spec(self):
-        return ()
-
-    def scores(self, query, key, value, context):
-        kv = context.read_shared("kv")
-        return super().scores(query, kv["key"], kv["value"], context)
-
-    def attend(self, op, context, cache=None):
-        shared = context.read_shared("kv")["cache"]
-        if shared is None:
-            return super().attend(op, context)
-        y, _ = build_cache(self.cfg.kv_cache).attend(shared, op, cached_slots(context), self.cfg.kernel)
-        return y, cache
-
-
 def per_layer(cfg):
     """Return the config of a model with per-layer embeddings."""
     cfg = replace_config(cfg, Decoder, PerLayerDecoder.Config())
@@ -147,8 +111,7 @@ class DraftingCaptioner(Captioner):
 def extended(cfg):
     """Return the config of a captioner with per-layer embeddings, whose later layers use the keys of the first."""
     attention = cfg.decoder.layer.attention
-    sources, borrowers = (
-        replace_config(attention, Attention, kind.Config()) for kind in (SourceAttention, BorrowingAttention)
-    )
+    sources = attrs.evolve(attention, kv_name="kv")
+    borrowers = attrs.evolve(attention, key=None, value=None, kv_source="kv")
     cfg = patch(cfg, {"decoder.layer.attention": Alternate(children=(borrowers,), first=(sources,))})
     return per_layer(replace_config(cfg, CausalLM, Captioner.Config()))

@@ -27,7 +27,7 @@ SIZES = {
 PUBLISHED = frozenset(
     """
     deepseek-v2-lite deepseek-v3 gemma2-2b gemma2-9b gemma3-4b gpt2-1.5b gpt2-124m mistral-7b mixtral-8x7b qwen2.5-7b qwen3-8b
-    gpt-oss-20b gpt-oss-toy qwen3-next-80b-a3b qwen3-next-toy
+    gpt-oss-20b gpt-oss-toy qwen3-next-80b-a3b qwen3-next-toy gemma4-26b-a4b gemma4-31b gemma4-e2b gemma4-e4b
     glm4.5-air glm4.6 glm4.7-flash glm-5 kimi-k2 deepseek-v3.2 dots1 k-exaone ernie4.5-21b-a3b granite3.1-3b-a800m qwen2-57b-a14b
     minimax-m2 olmoe-1b-7b hunyuan-a13b llama4-scout llama4-maverick
     apertus-8b gemma-2b gemma-7b gpt-neox-20b helium1-2b minitron-4b olmo-1b olmo-7b pythia-1.4b stablelm-3b stablelm2-1.6b

@@ -3,18 +3,16 @@
 import jax.numpy as jnp
 import pytest
 
-from axlearn_core.config import REQUIRED, Node, find, interface, node
+from axlearn_core.config import REQUIRED, interface, node
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.kernels import selection
 from axlearn_core.nn.layer import Layer
-from axlearn_core.plugins.registry import registry
 from axlearn_testing import (
     Case,
     FeatureSuite,
     KernelSuite,
     LayerSuite,
 )  # fmt: skip
-from axlearn_testing.feature import select_experiments
 from support.mutants.layers import Product, Scale
 from support.toy_distribution import install_toy
 
@@ -155,10 +153,3 @@ def test_features(growing):
         suite("silent").test_feature_has_docstring()
     suite("silent").test_apply_is_idempotent()
     suite("silent", others=("growing",)).test_order_of_features_does_not_matter()
-
-
-def test_selected_experiments_have_every_component():
-    selection, names = select_experiments(), {e.name for e in registry().entries("experiments")}
-    kinds = {name: {type(part) for part in find(registry().experiment(name), Node).values()} for name in names}
-    assert set().union(*(kinds[name] for name in selection)) == set().union(*kinds.values())
-    assert len(selection) < len(names) / 3

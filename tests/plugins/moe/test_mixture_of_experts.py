@@ -25,6 +25,7 @@ from axlearn_plugins_quantization.quantized_linear import QuantizedLinear
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ClampedForm, Swish
+from axlearn_plugins_transformer.norm import RMSNorm
 from axlearn_plugins_transformer.transformer import TransformerLayer
 
 BIASED = Linear.Config(bias=True)
@@ -154,6 +155,25 @@ def test_the_experts_of_llama_4_and_qwen3_next(build, run, normal):
                 hidden = silu(inputs @ w["gate.weight"][e]) * (inputs @ w["up.weight"][e])
                 shared = shared + weight * (hidden @ w["down.weight"][e])
             np.testing.assert_allclose(y, shared, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_experts_of_gemma_4(build, run, normal):
+    """The router and the experts have norms of their own, and each expert has a factor."""
+    router = SoftmaxRouter.Config(norm=RMSNorm.Config(), logit_multiplier=0.5, expert_scale=True, load_balance=0.0)
+    layer, x = build(norm=RMSNorm.Config(), router=router), normal(1, 5, 16)
+    layer.router.weight[...], layer.router.expert_scale[...] = normal(16, 8), 1 + 0.3 * normal(8)
+    layer.router.norm.weight[...], layer.norm.weight[...] = 1 + 0.3 * normal(16), 1 + 0.3 * normal(16, seed=1)
+    w = {".".join(p): np.asarray(v[...], np.float64) for p, v in nnx.to_flat_state(nnx.state(layer))}
+    for t, y in enumerate(np.asarray(run(layer, x)[0])[0]):
+        token = np.asarray(x[0, t], np.float64)
+        token = token / np.sqrt(np.mean(token**2) + 1e-6)
+        logits, token = 0.5 * (token * w["router.norm.weight"]) @ w["router.weight"], token * w["norm.weight"]
+        chosen = np.argsort(-logits)[:2]
+        weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum() * w["router.expert_scale"][chosen]
+        hidden = [silu(token @ w["gate.weight"][e]) * (token @ w["up.weight"][e]) for e in chosen]
+        expected = sum(weight * (h @ w["down.weight"][e]) for e, weight, h in zip(chosen, weights, hidden, strict=True))
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

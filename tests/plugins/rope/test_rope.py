@@ -15,7 +15,14 @@ from axlearn_core.nn.layer import Precision
 from axlearn_core.plugins.registry import registry
 from axlearn_plugins_rope.feature import Rope
 from axlearn_plugins_rope.rotary import RotaryEmbedding
-from axlearn_plugins_rope.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, base_frequencies
+from axlearn_plugins_rope.scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    ProportionalScaling,
+    YarnScaling,
+    base_frequencies,
+)
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.norm import RMSNorm
@@ -282,3 +289,11 @@ def test_all_names_are_registered():
     for name, cls in parts.items():
         assert names.component(name) is cls
         assert names.get_name(cls) == name
+
+
+@pytest.mark.parametrize("factor", [None, 4.0])
+def test_proportional_scaling_rotates_the_fastest_pairs(factor):
+    radians, scale = frequencies(24, 1e6, ProportionalScaling(fraction=0.3, factor=factor))
+    expected = [value / (factor or 1) if i < 3 else 0.0 for i, value in enumerate(default(24, 1e6))]  # 0.3 * 24 // 2
+    np.testing.assert_allclose(radians, expected, rtol=1e-6)
+    assert scale == 1

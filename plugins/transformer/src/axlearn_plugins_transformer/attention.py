@@ -205,7 +205,7 @@ class Attention(Layer):
             if self.kv_source is not None and own:
                 yield Problem(
                     path="kv_source",
-                    message="a layer that uses the keys and values of another has none of its own",
+                    message="a layer with shared keys and values cannot project its own",
                     got=", ".join(own),
                     fix=f"set {', '.join(own)} to null",
                 )

@@ -39,8 +39,7 @@ class MultiTokenPrediction(Feature):
     def apply(self, cfg: Tree) -> Tree:
         """Replace the model with one that has heads, or set the options of its heads."""
         model = get_model_config(cfg)
-        decoder = getattr(model, "decoder", None)
-        if not isinstance(model, CausalLM.Config) or any(name not in children(decoder) for name in NEEDED):
+        if not isinstance(model, CausalLM.Config) or any(name not in children(model.decoder) for name in NEEDED):
             expected = f"a causal-lm whose decoder has {', '.join(NEEDED)}"
             raise ConfigError(no_match_problem("multi-token-prediction", expected))
         options = get_options(self, "depth")

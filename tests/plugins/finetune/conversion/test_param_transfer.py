@@ -140,3 +140,15 @@ def test_the_command_converts_a_run(tmp_path):
     assert "mla: it computes keys" in refused.output
     assert not (tmp_path / "no").exists()
     assert "already exists" in call(str(new)).output
+
+
+@pytest.mark.slow
+def test_heads_of_multi_token_prediction_are_new_and_the_model_stays(params):
+    plain, target, features = models("multi-token-prediction:depth=2")
+    usable, reasons = load_bridges(features)
+    result = transfer_params(params, plain, target, usable, reasons=reasons)
+    assert result.keys() == target.abstract.keys()
+    assert all(np.array_equal(result[path], x) for path, x in params.items())
+    first, second = (result[f"mtp.{k}.projection.weight"] for k in (0, 1))
+    assert np.asarray(first).any()
+    assert not np.array_equal(first, second)

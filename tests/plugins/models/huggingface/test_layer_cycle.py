@@ -6,7 +6,13 @@ import pytest
 
 from axlearn_core.errors import ConfigError
 from axlearn_plugins_models.huggingface.family import family
-from axlearn_plugins_models.huggingface.layer_cycle import cycle_of, each_value, window_cycle, window_types
+from axlearn_plugins_models.huggingface.layer_cycle import (
+    cycle_of,
+    each_value,
+    led_cycle_of,
+    window_cycle,
+    window_types,
+)
 from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.attention_variants.interleave import Window
 from support.paths import HF_FIXTURES
@@ -16,6 +22,12 @@ def test_the_shortest_cycle_is_used():
     assert cycle_of([3, 3, 3]) == 3
     assert cycle_of([1, 2, 1, 2, 1]) == {"type": "alternate", "children": [1, 2]}
     assert cycle_of([1, 1, 2]) == {"type": "alternate", "children": [1, 1, 2]}
+
+
+def test_leading_layers_may_differ_from_the_cycle():
+    assert led_cycle_of([1, 2, 1, 2]) == cycle_of([1, 2, 1, 2])
+    assert led_cycle_of([3, 3]) == 3
+    assert led_cycle_of([1, 1, 2, 3, 2, 3, 2]) == {"type": "alternate", "first": [1, 1], "children": [2, 3]}
 
 
 def test_windows_come_back():
@@ -29,7 +41,9 @@ def test_windows_come_back():
 
 
 @pytest.mark.parametrize("change", [lambda kinds: kinds[:-1], lambda kinds: [*kinds[:-1], "linear_attention"]])
-@pytest.mark.parametrize("fixture", ["cohere2", "dots1", "exaone-moe", "exaone4", "llama4", "ministral", "olmo3"])
+@pytest.mark.parametrize(
+    "fixture", ["cohere2", "dots1", "exaone-moe", "exaone4", "gemma4", "llama4", "ministral", "olmo3"]
+)
 def test_layer_types_that_do_not_describe_every_layer_are_errors(fixture, change):
     """A shorter list would otherwise be repeated, and an unknown kind would be read as another."""
     data = json.loads((HF_FIXTURES / fixture / "config.json").read_text())

@@ -87,8 +87,8 @@ REFUSED = {
     "list": ("llama3", {"rope_parameters": [1]}, ["rope_parameters", "got: [1]", "expected: an object"]),
     "type": ("llama3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["got: dynamic"]),
     "type-4": ("llama3", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, ["got: longrope"]),
-    "type-nested": ("gemma3", {"rope_parameters": {**NESTED, "full_attention": {"rope_type": "proportional"}}}, [
-        "got: proportional"
+    "type-nested": ("gemma3", {"rope_parameters": {**NESTED, "full_attention": {"rope_type": "dynamic"}}}, [
+        "got: dynamic"
     ]),
     "two-types": ("llama3", {"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2.0}}, [
         "rope_type: has two values", "got: rope_scaling.type: yarn, rope_scaling.rope_type: linear"

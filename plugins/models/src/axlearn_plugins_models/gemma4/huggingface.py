@@ -57,6 +57,7 @@ class Gemma4(Family):
         "final_logit_softcapping": Key("model.logit_softcap", default=None, read=float),
     }  # fmt: skip
     fixed: ClassVar = {"attention_bias": False}
+    unused_keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
     rules: ClassVar = (
         *d.OUTER_RULES, *d.ATTENTION_RULES, *d.feed_forward_rules(), *PER_LAYER_RULES,
         *(Rule(f"{d.OURS}.{a}.weight", f"{d.THEIRS}.{b}.weight") for a, b in NORMS.items()),
@@ -67,11 +68,11 @@ class Gemma4(Family):
     )  # fmt: skip
 
     def kinds(self, hf: Settings) -> list[str]:
-        """Return the kind of each layer. The last one is always global, whatever the file says."""
+        """Return the kind of each layer. The last one is always global, even if the file differs."""
         return [*read_layer_types(hf, lambda: periodic_types(hf, 6))[:-1], FULL]
 
     def first_shared(self, hf: Settings, kinds: Sequence[str]) -> int:
-        """Return the number of layers with keys of their own. Raise `ConfigError` if they lack a kind that later layers need."""
+        """Return how many layers have keys. Raise `ConfigError` if they lack a kind that later layers need."""
         shared = hf.get(SHARED, 0)
         if not 0 <= shared < len(kinds) or {*kinds[: len(kinds) - shared]} != {*kinds}:
             raise unsupported(SHARED, shared, ["a number that leaves a layer of each kind with keys of its own"])
@@ -85,13 +86,13 @@ class Gemma4(Family):
         layers = hf.get(LAYERS)
         if layers is None:
             return {SLIDING: (heads, size), FULL: (wide_heads, wide)}
-        found: dict[str, set[tuple[int, int]]] = {SLIDING: set(), FULL: set()}
+        by_kind: dict[str, set[tuple[int, int]]] = {SLIDING: set(), FULL: set()}
         for i, kind in enumerate(kinds):
             layer: Mapping[str, Any] = layers.get(str(i), {})
-            found[kind].add((layer.get("num_key_value_heads", heads), layer.get("head_dim", size)))
-            if layer.keys() - {"num_key_value_heads", "head_dim"} or len(found[kind]) > 1:
+            by_kind[kind].add((layer.get("num_key_value_heads", heads), layer.get("head_dim", size)))
+            if layer.keys() - {"num_key_value_heads", "head_dim"} or len(by_kind[kind]) > 1:
                 raise unsupported(LAYERS, layers, ["num_key_value_heads and head_dim, equal in all layers of a kind"])
-        return {kind: next(iter(sizes), (heads, size)) for kind, sizes in found.items()}
+        return {kind: next(iter(sizes), (heads, size)) for kind, sizes in by_kind.items()}
 
     def attention(self, hf: Settings, kinds: Sequence[str], norm: Json) -> list[Json]:
         """Return the config of each layer's attention."""
@@ -171,7 +172,7 @@ class Gemma4(Family):
         }  # fmt: skip
 
     def ignored_tensors(self, hf: Settings) -> Sequence[str]:
-        """Return patterns of ignored tensors, which include keys and values of layers that use those of others."""
+        """Return patterns of ignored tensors. They include the keys and values of layers with shared ones."""
         count, shared = hf.need("num_hidden_layers"), hf.get(SHARED, 0)
         layers = (f"model.layers.{i}.self_attn.{part}" for i in range(count - shared, count) for part in "kv")
         return (*super().ignored_tensors(hf), *(f"{layer}_{part}.*" for layer in layers for part in ("proj", "norm")))
