@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from axlearn_core.config import get_fields
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface import recurrent_layers as r
 from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings, unsupported
@@ -35,7 +36,7 @@ def read(hf: Settings, fields: Fields) -> Json:
 
 def write(part: Any, fields: Fields) -> Json:
     """Return the keys of a part of a layer; the inverse of `read`."""
-    return {} if part is None else {key.partition("|")[0]: getattr(part, name) for key, (name, _) in fields.items()}
+    return {} if part is None else {key.partition("|")[0]: get_fields(part)[name] for key, (name, _) in fields.items()}
 
 
 class NemotronH(Family):
