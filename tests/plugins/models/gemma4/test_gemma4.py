@@ -28,7 +28,7 @@ def read(name):
 def test_what_the_family_cannot_express_is_an_error(name):
     changes, key = REFUSED[name]
     with pytest.raises(ConfigError) as caught:
-        family("gemma4_text").resolve(read("gemma4") | changes)
+        Gemma4().resolve(read("gemma4") | changes)
     assert [p.path for p in caught.value.problems] == [f"config.json: {key}"]
 
 
