@@ -121,11 +121,11 @@ def first_drafts(built, texts, length=64):
 @pytest.mark.slow
 def test_the_first_draft_is_that_of_the_whole_text(monkeypatch):
     """After prompts in several chunks, single tokens, accepted drafts and rejected ones."""
-    seen = []
+    calls = []
     original = ModelDrafter.draft
 
     def draft(self, state, most):
-        seen.append((tuple(state.tokens), state.drafts))
+        calls.append((tuple(state.tokens), state.drafts))
         return original(self, state, most)
 
     monkeypatch.setattr(ModelDrafter, "draft", draft)
@@ -133,7 +133,7 @@ def test_the_first_draft_is_that_of_the_whole_text(monkeypatch):
     texts = [*prompts(3, seed=5), *(row[:12].tolist() for row in make_texts(np.random.default_rng(3), 2))]
     _, statistics = generate(built, texts, prefix_cache=False, **DRAFTER)
     assert 0 < statistics.accepted_tokens < statistics.drafted_tokens
-    steps = [(text, drafts[0]) for text, drafts in seen if drafts]
+    steps = [(text, drafts[0]) for text, drafts in calls if drafts]
     assert len(steps) > 20
     assert [drafted for _, drafted in steps] == first_drafts(built, [text for text, _ in steps])
 

@@ -180,7 +180,7 @@ def test_remat_does_not_change_the_gradients(config, grads):
 
 
 @pytest.mark.slow
-def test_experts_of_a_depth_report_their_own_summaries_and_update_their_bias(config, build):
+def test_experts_of_a_depth_report_summaries_and_update_their_bias(config, build):
     """The auxiliary losses of all layers are summed; the layer of the depth sees no positions without a later token."""
     experts = MixtureOfExperts.Config(
         num_experts=4, hidden_dim=16, top_k=1, router=SigmoidRouter.Config(load_balance=0.01)

@@ -16,7 +16,7 @@ def with_heads(options="", *more, experiment="quickstart"):
     return toy_models.resolve(toy_models.small(experiment), with_=[text, *more]).config
 
 
-def test_it_keeps_the_settings_of_the_model_and_a_second_use_sets_its_options():
+def test_a_second_use_sets_the_options_of_the_first():
     cfg = with_heads()
     plain = toy_models.small("quickstart")
     assert isinstance(get(cfg, "model"), MultiTokenCausalLM.Config)
@@ -47,7 +47,7 @@ def test_objectives_that_would_not_train_the_heads_are_refused(objective):
 
 
 @pytest.mark.slow
-def test_the_loss_of_each_depth_falls_and_every_parameter_of_the_heads_is_trained():
+def test_the_loss_of_each_depth_falls_and_every_parameter_is_trained():
     cfg = with_heads("depth=2")
     program = compose(cfg, jax.devices()[:1])
     state = program.init(0)

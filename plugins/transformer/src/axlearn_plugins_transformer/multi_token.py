@@ -140,17 +140,17 @@ class MultiTokenCausalLM(CausalLM):
         weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
         x = hidden
         for depth, module in enumerate(self.mtp, start=1):
-            known = self._has_later_token(targets.shape, context, depth)
-            x = module.combine(x, jnp.where(known[..., None], shift(embeddings, depth), 0))
+            has_target = self._has_later_token(targets.shape, context, depth)
+            x = module.combine(x, jnp.where(has_target[..., None], shift(embeddings, depth), 0))
             # Positions without a later token are padding to the layer.
-            real = known if context.real is None else known & shift(context.real, depth)
+            real = has_target if context.real is None else has_target & shift(context.real, depth)
             with summaries.collect(module) as collected:
                 x, _ = stack(nnx.List([module.layer]), x, dataclasses.replace(context, real=real, shared={}))
             for name, value in collected.summaries.items():
                 summaries.add_summary(f"mtp_{depth}.{name}", value)
             for name, value in collected.losses.items():
                 summaries.add_loss(name, value)
-            yield module.norm(x), shift(targets, depth), jnp.where(known, shift(weights, depth), 0)
+            yield module.norm(x), shift(targets, depth), jnp.where(has_target, shift(weights, depth), 0)
 
     def unstacked(self, *, heads: bool = False) -> "MultiTokenCausalLM":
         """Return this model in the form that decodes fastest, without its depths unless `heads` is set."""
@@ -177,8 +177,8 @@ class MultiTokenCausalLM(CausalLM):
             logits = self.logits(module.norm(x[new.last]), head)[:, 0]
             drafts.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
             entries.append(entry)
-            known = tokens.at[new.successors].get(mode="clip")
-            tokens = jnp.where(new.successors < len(tokens), known, drafts[-1][new.requests])
+            next_tokens = tokens.at[new.successors].get(mode="clip")
+            tokens = jnp.where(new.successors < len(tokens), next_tokens, drafts[-1][new.requests])
         return jnp.stack(drafts, axis=1), tuple(entries)
 
     def _stack(self) -> Stack:
@@ -194,12 +194,12 @@ class MultiTokenCausalLM(CausalLM):
         In a prefix that attends in both directions, only the last position has one: the others would see their targets.
         """
         places = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
-        known = places < shape[1] - depth
+        inside = places < shape[1] - depth
         if context.segment_ids is not None:
-            known &= (shift(context.segment_ids, depth) == context.segment_ids) & (context.segment_ids > 0)
+            inside &= (shift(context.segment_ids, depth) == context.segment_ids) & (context.segment_ids > 0)
         if context.prefix is not None:
-            known &= places >= context.prefix[:, None] - 1
-        return known
+            inside &= places >= context.prefix[:, None] - 1
+        return inside
 
 
 def shift(x: jax.Array, count: int) -> jax.Array:

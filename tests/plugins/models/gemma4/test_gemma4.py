@@ -5,6 +5,7 @@ import json
 import pytest
 
 from axlearn_core.errors import ConfigError
+from axlearn_plugins_models.gemma4.huggingface import Gemma4
 from axlearn_plugins_models.huggingface.family import family
 from support.paths import HF_FIXTURES
 
@@ -47,5 +48,6 @@ def test_published_files_state_the_sizes_of_global_layers_once(name):
 def test_the_last_layer_is_global():
     data = read("gemma4-moe") | {"layer_types": ["sliding_attention"] * 3, "per_layer_config": None}
     one = family("gemma4_text")
+    assert isinstance(one, Gemma4)
     written = one.config_json(one.resolve(data)[0].config)
     assert written["layer_types"] == ["sliding_attention"] * 2 + ["full_attention"]

@@ -181,10 +181,10 @@ def test_rules_and_names_of_depths():
         Rule("decoder.norm.weight", "model.norm.weight"),
         Rule(("decoder.layer.a.weight", "decoder.layer.b.weight"), "model.layers.{layer}.ab.{e}.weight", "o* -> o"),
     )
-    found = {rule.theirs: rule.paths for rule in NEXT_LAYERS.rules(rules, 2, 5)}
-    assert found["model.layers.6.ab.{e}.weight"] == ("mtp.1.layer.a.weight", "mtp.1.layer.b.weight")
-    assert found["model.layers.5.eh_proj.weight"] == ("mtp.0.projection.weight",)
-    assert len(found) == 10
+    paths = {rule.theirs: rule.paths for rule in NEXT_LAYERS.rules(rules, 2, 5)}
+    assert paths["model.layers.6.ab.{e}.weight"] == ("mtp.1.layer.a.weight", "mtp.1.layer.b.weight")
+    assert paths["model.layers.5.eh_proj.weight"] == ("mtp.0.projection.weight",)
+    assert len(paths) == 10
     assert "mtp.layers.0.ab.{e}.weight" in {rule.theirs for rule in ONE_DEPTH.rules(rules, 1, 5)}
     assert NEXT_LAYERS.prefixes(1, 5)[0] == "model.layers.5."
     assert NEXT_LAYERS.find_copies(1, 5)["model.layers.5.shared_head.head.weight"] == "lm_head.weight"

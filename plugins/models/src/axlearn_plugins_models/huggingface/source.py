@@ -129,14 +129,7 @@ def open_model(
     possible = {**model_family.copies, **depth_copies}
     copies = {n: t for n, t in possible.items() if n in stored and t in stored and n not in tensors}
     files.check_tensors(stored, tensors, copies, directory)
-    differing = [f"{n} differs from {t}" for n, t in copies.items() if not stream.same(stored[n], stored[t])]
-    if differing:
-        fix = "set tie_word_embeddings to false"
-        if depth_copies.keys() & {n for n in copies if not stream.same(stored[n], stored[copies[n]])}:
-            fix = (
-                "import the model without multi-token-prediction, whose heads share the embedding and the output layer"
-            )
-        raise files.problem_list(f"{directory}: tied tensors differ", differing, fix)
+    _check_copies(directory, stored, copies, depth_copies)
     notes = [f"these keys of config.json were not read: {', '.join(unread)}"] if unread else []
     notes += text.notes if text is not None else ()
     if text is not None and text.eos is None:
@@ -150,6 +143,20 @@ def open_model(
     return Source(
         directory, data, model_family, resolved, model, tensors, model_tensors, place.origin, tuple(notes), duplicates
     )
+
+
+def _check_copies(
+    directory: Path, stored: Mapping[str, Any], copies: Mapping[str, str], depth_copies: Mapping[str, str]
+) -> None:
+    """Raise `CheckpointError` if tensors that share their values in the model differ in the files."""
+    differing = [name for name, other in copies.items() if not stream.same(stored[name], stored[other])]
+    if not differing:
+        return
+    fix = "set tie_word_embeddings to false"
+    if depth_copies.keys() & {*differing}:
+        fix = "import the model without multi-token-prediction, whose heads share the embedding and the output layer"
+    problems = [f"{name} differs from {copies[name]}" for name in differing]
+    raise files.problem_list(f"{directory}: tied tensors differ", problems, fix)
 
 
 def _json(directory: Path) -> Json:

@@ -94,8 +94,8 @@ class OlmoHybrid(Family):
     def position(self, hf: Settings) -> Json | None:
         """Return the config of the position encoding, which published models do not have."""
         written = hf.get("rope_parameters")
-        absent = isinstance(written, Mapping) and written.get("rope_theta", 0) is None
-        return None if absent else read_rope(hf)
+        without_theta = isinstance(written, Mapping) and written.get("rope_theta", 0) is None
+        return None if without_theta else read_rope(hf)
 
     def settings(self, hf: Settings) -> Json:
         """Return settings for the two kinds of layers."""
