@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axlearn_core.config import REQUIRED, Node, factor_of, interface, node, setting
+from axlearn_core.config import REQUIRED, Node, factor_of, get_fields, interface, node, setting
 from axlearn_core.errors import Problem, RequestError
 from axlearn_core.nn.initializers import Initializer
 from axlearn_core.nn.layer import Context, Layer, Precision
@@ -199,7 +199,7 @@ class Attention(Layer):
         def validate(self) -> Iterable[Problem]:
             """Check that `num_kv_heads` divides `num_heads`, and that keys come from one place."""
             yield from super().validate()
-            own = [name for name in ("key", "value", "value_norm", "kv_name") if getattr(self, name) is not None]
+            own = [name for name in ("key", "value", "value_norm", "kv_name") if get_fields(self)[name] is not None]
             if self.kv_source is None and self.key is None:
                 yield Problem(path="key", message="must be set without kv_source", fix="set key or kv_source")
             if self.kv_source is not None and own:

@@ -5,7 +5,7 @@ Caches are pytrees that are passed in and returned.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import attrs
 import jax
@@ -32,11 +32,7 @@ class CacheContents(NamedTuple):
 
 
 class KVCache(Protocol):
-    """The layout of a cache, and attention over it. It is built without arguments.
-
-    A layout that layers without keys of their own can use also has a method `read(cache, op, slots, kernel)`. It attends as
-    `attend` does, to contents that an earlier layer has written, and returns only the result.
-    """
+    """The layout of a cache, and attention over it. It is built without arguments. See also `ReadsCache`."""
 
     def spec(self, num_kv_heads: int, head_dim: int, dtype: str, window: int | None = None) -> Any:
         """Return a pytree of `CacheEntry`: the arrays of the cache.
@@ -67,6 +63,15 @@ class KVCache(Protocol):
         Raises:
             RequestError: The kernel or the layout does not support the call.
         """
+        ...
+
+
+@runtime_checkable
+class ReadsCache(Protocol):
+    """The layout of a cache that layers without keys of their own can use."""
+
+    def read(self, cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None) -> jax.Array:
+        """Attend as `KVCache.attend` does, to contents that an earlier layer has written, and return [B, S, N, H]."""
         ...
 
 
@@ -102,7 +107,7 @@ def read_cache(cfg: Node[Any], cache: Any, op: AttentionOp, slots: jax.Array, ke
         RequestError: The layout has no method `read`, or the kernel does not support the call.
     """
     layout = build_cache(cfg)
-    if not callable(getattr(layout, "read", None)):
+    if not isinstance(layout, ReadsCache):
         raise RequestError(
             f"the cache layout {type(layout).__name__} has no method `read`, which layers with shared keys and values need\n"
             f"    got: a layout from {type(layout).__module__}\n"
