@@ -71,27 +71,48 @@ def _matching_leaves(tree: Node[Any], pattern: str, flat: Mapping[str, Any]) -> 
     return [path for path in {pattern, locate(tree, pattern)} if path in flat]
 
 
-def _find_setting(path: str, settings: Sequence[Setting], tree: Node[Any]) -> Setting | None:
-    """Return the innermost setting that matches the path or one of its parents, or None."""
-    parts = path.split(".")
-    for i in range(len(parts), 0, -1):
-        prefix = ".".join(parts[:i])
-        for name in (prefix, leave_out_wrappers(tree, prefix)):
-            if matching := [s for s in settings if matches(s.path, name)]:
-                return matching[0]
-    return None
+class SettingIndex:
+    """Finds the setting that determines a path of a config.
 
+    Args:
+        settings: The settings, of which there is at least one.
+        tree: Config with the settings.
+    """
 
-def find_source(path: str, settings: Sequence[Setting], tree: Node[Any]) -> str:
-    """Return the location of the setting that changed a path of a config."""
-    setting = _find_setting(path, settings, tree)
-    return setting.location if setting else settings[0].location
+    def __init__(self, settings: Sequence[Setting], tree: Node[Any]):
+        self.settings, self.tree = settings, tree
+        self._exact: dict[str, int] = {}
+        self._patterns: list[int] = []
+        for i, setting in enumerate(settings):
+            if any(character in setting.path for character in "*?["):
+                self._patterns.append(i)
+            else:
+                self._exact.setdefault(setting.path, i)
+        self._by_path: dict[str, Setting | None] = {}
+
+    def find(self, path: str) -> Setting | None:
+        """Return the innermost setting that matches the path or one of its parents, or None."""
+        if path not in self._by_path:
+            setting = self._match(path) or self._match(leave_out_wrappers(self.tree, path))
+            parent = path.rpartition(".")[0]
+            self._by_path[path] = setting or (self.find(parent) if parent else None)
+        return self._by_path[path]
+
+    def find_source(self, path: str) -> str:
+        """Return the location of the setting that changed a path."""
+        return (self.find(path) or self.settings[0]).location
+
+    def _match(self, name: str) -> Setting | None:
+        """Return the first setting for a path."""
+        positions = [i for i in self._patterns if matches(self.settings[i].path, name)]
+        positions += [self._exact[name]] if name in self._exact else []
+        return self.settings[min(positions)] if positions else None
 
 
 def _locate_problem(
     problem: Problem, settings: Sequence[Setting], paths: Mapping[str, Setting], tree: Node[Any]
 ) -> Problem:
-    source = paths.get(problem.path) or _find_setting(problem.path, settings, tree)
+    source = paths.get(problem.path) or SettingIndex(settings, tree).find(problem.path)
     return attrs.evolve(problem, location=source.location) if source and not problem.location else problem
 
 

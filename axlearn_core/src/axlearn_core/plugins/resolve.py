@@ -26,7 +26,7 @@ from axlearn_core.contracts.mesh import MeshRule, TargetRule
 from axlearn_core.contracts.request_layout import RequestLayout
 from axlearn_core.contracts.target import DetectedMachine, Machine
 from axlearn_core.errors import AxlearnError, ConfigError, PluginError, Problem, RequestError
-from axlearn_core.plugins.apply_settings import apply_settings, describe_replaced, find_source
+from axlearn_core.plugins.apply_settings import SettingIndex, apply_settings, describe_replaced
 from axlearn_core.plugins.backends import prepare_backends
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
@@ -528,8 +528,9 @@ class _Resolution:
 
     def _apply_settings(self, tree: Node[Any], settings: Sequence[Setting]) -> Node[Any]:
         after, changes = apply_settings(tree, settings, self.names, self.decoder)
+        index = SettingIndex(settings, after)
         for change in changes:
-            self._record([change], find_source(change.path, settings, after))
+            self._record([change], index.find_source(change.path))
         self.decisions.extend(describe_replaced(tree, after, settings, self.names.display_name))
         return after
 
