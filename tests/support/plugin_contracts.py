@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_plugins_models.vit.model import ImageClassifier
+from axlearn_plugins_transformer.per_layer import PER_LAYER, PerLayerGate
 from axlearn_plugins_transformer.recurrence import Sequences
 from axlearn_testing.contracts import B, Contract, D, S, context, like, normal
 
-EXPERTS, TOP_K = 8, 2
+EXPERTS, TOP_K, VOCABULARY = 8, 2, 32
 IMAGES = normal(B, 8, 8, 3)
 
 
@@ -42,6 +43,20 @@ CONTRACTS = (
         offered={"channels": (D,), "axes": ("embed",)},
         inputs=lambda rng: (normal(B, S, D)(rng)[0], Sequences(), None),
         outputs=None,
+    ),
+    Contract(
+        name="per-layer-inputs",
+        arguments=("tokens", "embeddings"),
+        offered={"vocab_size": VOCABULARY, "input_dim": D, "num_layers": 3},
+        inputs=lambda rng: (rng.integers(0, VOCABULARY, (B, S), np.int32), *normal(B, S, D)(rng)),
+        outputs=None,
+    ),
+    Contract(
+        name="per-layer-gate",
+        arguments=("x", "layer_inputs"),
+        offered={"input_dim": D},
+        inputs=lambda rng: (*normal(B, S, D)(rng), {PER_LAYER: normal(B, S, PerLayerGate.Config().dim)(rng)[0]}),
+        outputs=like(0, B, S, D),
     ),
     Contract(
         name="position-embedding",

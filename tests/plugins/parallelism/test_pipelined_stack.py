@@ -5,13 +5,12 @@ import numpy as np
 import pytest
 
 from axlearn_core.compose import compose
-from axlearn_core.config import patch, replace_config
+from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError
 from axlearn_core.nn.summaries import get_scalars
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_parallelism.pipelined_stack import PipelinedStack
-from axlearn_plugins_transformer.attention import Attention
 from support import extended_models, toy_models
 
 
@@ -130,8 +129,7 @@ def test_what_stages_cannot_pass_on_is_refused():
         traced(instance)
 
     def share(model):
-        attention = replace_config(model.decoder.layer.attention, Attention, extended_models.SourceAttention.Config())
-        return patch(model, {"decoder.layer.attention": attention})
+        return patch(model, {"decoder.layer.attention.kv_name": "kv"})
 
     instance = with_model(share, "pipeline:microbatches=2", shape={"pipeline": 2})
     with pytest.raises(ConfigError, match=r"layers of different stages cannot share values\n.*got: kv"):

@@ -220,11 +220,11 @@ def test_layers_may_have_nothing_in_an_optional_slot():
 
 
 def test_a_slot_that_must_not_be_empty_is_named():
-    slot = f"{LAYER}.feed_forward"
-    resolved = resolve("quickstart", set={slot: {"type": "alternate", "children": [{"type": "feed-forward"}, None]}})
+    slot = f"{LAYER}.attention.output"
+    resolved = resolve("quickstart", set={slot: {"type": "alternate", "children": [{"type": "linear"}, None]}})
     with pytest.raises(ConfigError) as error:
         layer_configs(resolved.config.model.decoder.layer, 2)
-    assert "feed_forward: layer 1 of the stack has no valid component in this slot" in str(error.value)
+    assert "output: layer 1 of the stack has no valid component in this slot" in str(error.value)
     assert "only an optional slot may be null" in str(error.value)
 
 
