@@ -421,7 +421,7 @@ def unsupported(key: str, value: Any, supported: Any) -> ConfigError:
             message="the family does not support this value",
             got=str(value),
             expected=", ".join(names),
-            nearest=nearest(str(value), names),
+            nearest=nearest(value, names) if isinstance(value, str) else (),
             fix="install or write a family that supports it; see docs/huggingface.md",
         )
     )
