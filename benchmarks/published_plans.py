@@ -91,11 +91,11 @@ TARGETS = {
     "stablelm2-1.6b": "h100-8x32",
     "starcoder2-3b": "h100-8x32",
     "starcoder2-7b": "h100-8x32",
-    "vit-b16": "tpu-v5e-16",
 }
 """A GPU target that fits, with any options that it needs, by experiment."""
 TPU_TARGETS = {
     "llama3-8b": "tpu-v5p-512",
+    "vit-b16": "tpu-v5e-16",
 }
 """A TPU target that fits, by experiment."""
 UNPLANNED = frozenset(

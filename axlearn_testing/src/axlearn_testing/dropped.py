@@ -6,10 +6,11 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config import Node, matches
+from axlearn_core.config import Node
 from axlearn_core.errors import AxlearnError, PluginError
 from axlearn_core.plugins.decisions import Decision
 from axlearn_core.plugins.effects import Effect, find_effects, find_lost
+from axlearn_core.plugins.lost_settings import replaces
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import Resolved, resolve
 
@@ -158,10 +159,7 @@ def _find_changes(without: Callable[[str], Node[Any] | None], name: str, tree: N
 def _declares(name: str, effect: Effect, other: str) -> bool:
     """Return True if a feature declares that it replaces what another feature put at a path."""
     cls, other_cls = registry().feature(name), registry().feature(other)
-    parts = effect.path.split(".")
-    prefixes = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
-    declared = any(matches(pattern, prefix) for pattern in cls.replaces for prefix in prefixes)
-    return declared or other in cls.excludes or name in other_cls.excludes
+    return replaces(cls, effect.path) or other in cls.excludes or name in other_cls.excludes
 
 
 def _has_decision(name: str, decisions: Sequence[Decision]) -> bool:

@@ -23,7 +23,7 @@ def run(x, context, cache=None):
 
 
 def formula(x):
-    """What a document [S, D] becomes, computed by NumPy."""
+    """Compute the layer for a document [S, D] with NumPy."""
     value, input_gate, gate = (x @ np.asarray(part.weight[...]) for part in (LAYER.value, LAYER.input_gate, LAYER.gate))
     taps = np.asarray(LAYER.convolution.weight[...])
     inputs = np.concatenate([np.zeros((WIDTH - 1, 6)), value * input_gate])

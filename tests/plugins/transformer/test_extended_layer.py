@@ -66,8 +66,11 @@ def modes():
         model = patch(MODEL, edit).build(rngs=nnx.Rngs(0))
         graph, fresh = nnx.split(model)
         state = fresh if state is None else state
-        step = lambda s, g=graph: nnx.merge(g, s).loss(BATCH)[0]  # noqa: E731
-        results[name] = jax.jit(jax.value_and_grad(step, allow_int=True))(state)
+
+        def loss(state, graph=graph):
+            return nnx.merge(graph, state).loss(BATCH)[0]
+
+        results[name] = jax.jit(jax.value_and_grad(loss, allow_int=True))(state)
     return results
 
 
@@ -149,6 +152,15 @@ def test_a_layer_adds_its_parts_in_order():
     np.testing.assert_allclose(layer(x, context)[0], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_layer_may_have_no_feed_forward_half():
+    gate = {"second_feed_forward": None, "branch_norm": None, "per_layer_gate": None, "output_scale": False}
+    layer, x = part(patch(LAYER, {"attention": WIDE, "feed_forward": None, **gate}), input_dim=16), normal(1, 3, 16)
+    context = Context(layer_inputs={})
+    np.testing.assert_array_equal(layer(x, context)[0], layer.attention_half(x, context)[0])
+    with pytest.raises(ConfigError, match=r"(?s)second_feed_forward.*requires feed_forward"):
+        part(patch(LAYER, {"attention": WIDE, "feed_forward": None}), input_dim=16)
+
+
 def test_per_layer_embeddings_follow_the_formula():
     layer = part(PerLayerEmbedding.Config(dim=4), vocab_size=8, input_dim=6, num_layers=3)
     tokens, x = np.asarray([[1, 5]], np.int32), normal(1, 2, 6)
@@ -168,6 +180,11 @@ def test_values_may_be_the_keys_before_norm_and_positions():
 WRONG = {
     "two sources": (Attention.Config(num_heads=2, kv_source="kv"), "kv_source", "key, value"),
     "no key": (Attention.Config(num_heads=2, key=None), "key", "must be set without kv_source"),
+    "only a second": (
+        ExtendedTransformerLayer.Config(feed_forward=None, second_feed_forward=GatedFeedForward.Config()),
+        "second_feed_forward",
+        "requires feed_forward",
+    ),
     "one branch": (
         ExtendedTransformerLayer.Config(attention=WIDE, branch_norm=NORM),
         "branch_norm",

@@ -160,6 +160,11 @@ def test_attention_parts():
 
 
 @pytest.mark.slow_cases("settings1-post", "settings0-pre", "settings4-scaled", "settings5-scaled-sum")
+def rms(x):
+    """Normalize vectors as an RMS norm with the weight 1 does."""
+    return x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -174,7 +179,6 @@ def test_attention_parts():
 def test_blocks_normalise_where_they_are_told_to(settings, expected):
     layer = build(TransformerLayer.Config(attention=Attention.Config(num_heads=2), **settings), input_dim=8)
     x = np.asarray(normal(1, 5, 8))
-    rms = lambda t: t / np.sqrt(np.mean(t**2, -1, keepdims=True) + 1e-6)  # noqa: E731
     halves = lambda y: run(layer.attention, y, Context())[0], lambda y: run(layer.feed_forward, y)
     for half in halves:
         x = {
@@ -193,7 +197,6 @@ def test_a_layer_may_have_one_half(missing):
     half = {"attention": Attention.Config(num_heads=2), "feed_forward": PlainFeedForward.Config()} | {missing: None}
     layer = build(TransformerLayer.Config(post_norm=RMSNorm.Config(), **half), input_dim=8)
     x = normal(1, 5, 8)
-    rms = lambda t: t / np.sqrt(np.mean(np.square(t), -1, keepdims=True) + 1e-6)  # noqa: E731
     y = run(layer.feed_forward, rms(x)) if missing == "attention" else run(layer.attention, rms(x), Context())[0]
     np.testing.assert_allclose(run(layer, x, Context())[0], x + rms(y), rtol=1e-5, atol=1e-5)
     assert not [path for path in weights(layer) if path.startswith(missing)]

@@ -71,11 +71,8 @@ def check_not_hidden(
     try:
         effects = find_effects(start, feature.apply(start))
     except AxlearnError:
-        return  # it needs what the others add
-    patterns = [pattern for other in earlier.values() for pattern in other.replaces]
-    hidden = [
-        e for e in find_lost(effects, tree) if not any(matches(p, path) for p in patterns for path in _prefixes(e.path))
-    ]
+        return  # the feature needs what earlier features add
+    hidden = [e for e in find_lost(effects, tree) if not any(replaces(other, e.path) for other in earlier.values())]
     if hidden:
         others = ", ".join(repr(other) for other in earlier)
         raise RequestError(
@@ -84,9 +81,11 @@ def check_not_hidden(
         )
 
 
-def _prefixes(path: str) -> list[str]:
+def replaces(feature: Feature | type[Feature], path: str) -> bool:
+    """Return True if a feature declares that it replaces the value at a path, or a part that contains it."""
     parts = path.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+    prefixes = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+    return any(matches(pattern, prefix) for pattern in feature.replaces for prefix in prefixes)
 
 
 def filter_decisions(decisions: Iterable[Decision], paths: Iterable[str]) -> list[Decision]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.errors import PluginError
+from axlearn_core.errors import PluginError, RequestError
 from axlearn_core.plugins.feature import STAGES, Feature
 from axlearn_core.plugins.registry import Registry
 
@@ -88,3 +88,19 @@ def _cycle_error(remaining: list[str], constraints: Mapping[str, Mapping[str, st
         for first, second in itertools.pairwise(cycle)
     ]
     return PluginError("the order of the features has a cycle\n" + "\n".join(lines) + "\n    fix: remove one of them")
+
+
+def check_needs(features: Mapping[str, Feature], locations: Mapping[str, str]) -> None:
+    """Raise `RequestError` if a required feature is missing or two features exclude each other."""
+    for name, feature in sorted(features.items()):
+        for other in feature.needs:
+            if other not in features:
+                raise RequestError(
+                    f"the feature {name!r} ({locations[name]}) requires {other!r}\n    fix: add `--with {other}`"
+                )
+        for other in feature.excludes:
+            if other in features:
+                raise RequestError(
+                    f"the features {name!r} ({locations[name]}) and {other!r} ({locations[other]}) cannot be combined\n"
+                    "    fix: remove one of them"
+                )

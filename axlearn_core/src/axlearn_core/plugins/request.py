@@ -397,3 +397,16 @@ def _override_features(base: Sequence[FeatureUse], overrides: Sequence[FeatureUs
     ]
     base_names = [use.name for use in base]
     return (*merged, *(attrs.evolve(use, options={}) if use.name in base_names else use for use in overrides))
+
+
+def merge_uses(first: FeatureUse, second: FeatureUse) -> FeatureUse:
+    """Merge two uses of a feature. Raise `RequestError` if they set an option to two different values."""
+    for key in first.options.keys() & second.options.keys():
+        a, b = first.options[key], second.options[key]
+        if a != b or type(a) is not type(b):
+            raise RequestError(
+                f"the feature {first.name!r} has two values for {key!r}: {show(a)} by {first.location}, "
+                f"{show(b)} by {second.location}\n    fix: keep one of them"
+            )
+    location = first.location if second.location == first.location else f"{first.location} and {second.location}"
+    return attrs.evolve(first, options={**first.options, **second.options}, location=location)

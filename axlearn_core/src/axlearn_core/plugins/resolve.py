@@ -20,7 +20,6 @@ from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flat
 from axlearn_core.config.display import config_html
 from axlearn_core.config.kinds import change_kinds
 from axlearn_core.config.tree import join, locate
-from axlearn_core.config.types import show
 from axlearn_core.contracts.experiment import get_experiment_name, get_mesh, get_model_config
 from axlearn_core.contracts.mesh import MeshRule, TargetRule
 from axlearn_core.contracts.request_layout import RequestLayout
@@ -32,9 +31,9 @@ from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.lost_settings import check_not_hidden, describe_lost, filter_decisions
 from axlearn_core.plugins.mesh_replacement import find_mesh_replacement
-from axlearn_core.plugins.order import Order
+from axlearn_core.plugins.order import Order, check_needs
 from axlearn_core.plugins.registry import Entry, Registry, registry
-from axlearn_core.plugins.request import FeatureUse, Request, Setting, merge_file, parse_feature, write
+from axlearn_core.plugins.request import FeatureUse, Request, Setting, merge_file, merge_uses, parse_feature, write
 from axlearn_core.plugins.targets import find_config_rule, find_machine, find_rule, load
 
 UNNAMED = "config"
@@ -360,7 +359,7 @@ class _Resolution:
             [attrs.evolve(parse_feature(f), location=str(rule_title)) for f in rule.features] if rule else []
         )
         features = {use.name: self._build_feature(use) for use in uses}
-        _check_needs(features, {u.name: u.location for u in uses})
+        check_needs(features, {u.name: u.location for u in uses})
         tree = self._apply_features(tree, features)
         if machine and rule:
             self._check_installed(rule_uses, rule, str(rule_title))
@@ -412,7 +411,7 @@ class _Resolution:
         """Apply a feature of the mesh rule. If it does not fit, skip it with a note, because all models share the rules."""
         try:
             features = {use.name: self._build_feature(use)}
-            _check_needs(
+            check_needs(
                 {**dict(self.applied), **features}, dict.fromkeys((*dict(self.applied), use.name), use.location)
             )
             after = _apply_feature(tree, features[use.name], self.names.entry("features", use.name))
@@ -463,7 +462,7 @@ class _Resolution:
         """
         uses: dict[str, FeatureUse] = {}
         for use in self.request.features:
-            uses[use.name] = _merge_uses(uses[use.name], use) if use.name in uses else use
+            uses[use.name] = merge_uses(uses[use.name], use) if use.name in uses else use
         rule_uses = {use.name: use for use in rule_features}
         for name in self.request.without:
             if name not in uses and name not in rule_uses:
@@ -533,35 +532,6 @@ class _Resolution:
             self._record([change], index.find_source(change.path))
         self.decisions.extend(describe_replaced(tree, after, settings, self.names.display_name))
         return after
-
-
-def _merge_uses(first: FeatureUse, second: FeatureUse) -> FeatureUse:
-    """Merge two uses of a feature. Raise `RequestError` if they set an option to two different values."""
-    for key in first.options.keys() & second.options.keys():
-        a, b = first.options[key], second.options[key]
-        if a != b or type(a) is not type(b):
-            raise RequestError(
-                f"the feature {first.name!r} has two values for {key!r}: {show(a)} by {first.location}, "
-                f"{show(b)} by {second.location}\n    fix: keep one of them"
-            )
-    location = first.location if second.location == first.location else f"{first.location} and {second.location}"
-    return attrs.evolve(first, options={**first.options, **second.options}, location=location)
-
-
-def _check_needs(features: Mapping[str, Feature], locations: Mapping[str, str]) -> None:
-    """Raise `RequestError` if a required feature is missing or two features exclude each other."""
-    for name, feature in sorted(features.items()):
-        for other in feature.needs:
-            if other not in features:
-                raise RequestError(
-                    f"the feature {name!r} ({locations[name]}) requires {other!r}\n    fix: add `--with {other}`"
-                )
-        for other in feature.excludes:
-            if other in features:
-                raise RequestError(
-                    f"the features {name!r} ({locations[name]}) and {other!r} ({locations[other]}) cannot be combined\n"
-                    "    fix: remove one of them"
-                )
 
 
 def _apply_feature(tree: Node[Any], feature: Feature, entry: Entry) -> Node[Any]:

@@ -53,10 +53,11 @@ class RecurrentFeature(Feature):
             expected="a layer with a slot `Node[AttentionLayer]`",
             fix=f"leave {self.label} out",
         )
-        fill = lambda _, old: self._fill(old) if isinstance(old, Node) else None  # noqa: E731
-        return fill_slots(cfg, AttentionLayer, fill, no_match=no_match)
+        return fill_slots(cfg, AttentionLayer, lambda _, old: self._fill(old), no_match=no_match)
 
     def _fill(self, old: Any) -> Any:
+        if old is None:  # a layer without attention
+            return None
         kinds = (*old.first, *old.children) if isinstance(old, Alternate) else (old,)
         if any(isinstance(kind, RecurrentRole) for kind in kinds):
             return edit_innermost(old, self._edit)

@@ -3,18 +3,23 @@
 from collections.abc import Iterable
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_core.config import Node, node, setting
-from axlearn_core.errors import Problem
+from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn.layer import Context, Precision, expand_to
 from axlearn_core.nn.variables import LearnedVariable
 from axlearn_plugins_transformer.feed_forward import FeedForward
 from axlearn_plugins_transformer.norm import Norm
 from axlearn_plugins_transformer.per_layer import PerLayerGate
 from axlearn_plugins_transformer.transformer import TransformerLayer
+
+NO_FIRST = Problem(
+    path="second_feed_forward", message="requires feed_forward", fix="set feed_forward to this layer instead"
+)
 
 
 class OutputScale(LearnedVariable):
@@ -50,8 +55,10 @@ class ExtendedTransformerLayer(TransformerLayer):
         output_scale: bool = setting(default=False)
 
         def validate(self) -> Iterable[Problem]:
-            """Check that `branch_norm` has two branches to normalize."""
+            """Check that `second_feed_forward` has a first one beside it, and that `branch_norm` has two branches."""
             yield from super().validate()
+            if self.second_feed_forward is not None and self.feed_forward is None:
+                yield NO_FIRST
             if self.branch_norm is not None and self.second_feed_forward is None:
                 yield Problem(
                     path="branch_norm",
@@ -62,6 +69,8 @@ class ExtendedTransformerLayer(TransformerLayer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, rngs=rngs, precision=precision)
         if cfg.second_feed_forward is not None:
+            if cfg.feed_forward is None:  # an `alternate` gives this layer only the second one
+                raise ConfigError(attrs.evolve(NO_FIRST, path="model.decoder.layer.second_feed_forward"))
             self.second_feed_forward = self.child(cfg.second_feed_forward, rngs=rngs, input_dim=cfg.input_dim)
         if cfg.branch_norm is not None:
             self.feed_forward_branch_norm = self.child(cfg.branch_norm, rngs=rngs, dim=cfg.input_dim)
@@ -83,10 +92,9 @@ class ExtendedTransformerLayer(TransformerLayer):
 
     def feed_forward_half(self, x: jax.Array) -> jax.Array:
         """Apply both feed-forward layers and their residual sum."""
-        cfg, y = self.cfg, self.feed_forward(self._pre_norm("feed_forward", x))
-        if cfg.second_feed_forward is not None:
-            second = self.second_feed_forward(x)
-            if cfg.branch_norm is not None:
-                y, second = self.feed_forward_branch_norm(y), self.second_branch_norm(second)
-            y = y + second
-        return self._add_residual("feed_forward", x, y)
+        if self.cfg.second_feed_forward is None:
+            return super().feed_forward_half(x)
+        y, second = self.feed_forward(self._pre_norm("feed_forward", x)), self.second_feed_forward(x)
+        if self.cfg.branch_norm is not None:
+            y, second = self.feed_forward_branch_norm(y), self.second_branch_norm(second)
+        return self._add_residual("feed_forward", x, y + second)

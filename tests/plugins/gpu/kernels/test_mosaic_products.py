@@ -129,7 +129,7 @@ class Careful(Grouped):
 
 @pytest.mark.parametrize(("inner", "outer"), [(256, 192), (200, 128), (100, 250)])
 def test_triton_pads_matrices_of_other_sizes(library, monkeypatch, inner, outer):
-    """The gradients are those of the matrices without padding."""
+    """Padding changes neither results nor gradients."""
     shapes = []
 
     class Multiples(Careful):

@@ -1,4 +1,4 @@
-"""What a `config.json` of Gemma 4 may say, and what is refused."""
+"""Keys of Gemma 4's `config.json`, and errors for unsupported values."""
 
 import json
 

@@ -29,7 +29,7 @@ ROPE = {SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 """`rope_parameters` of a file without them."""
 
 GATE, SECOND = f"{d.OURS}.per_layer_gate", f"{d.OURS}.second_feed_forward"
-OTHERS = {
+SAME_AXES = {
     "output_scale": "layer_scalar", "per_layer_gate.norm.weight": "post_per_layer_input_norm.weight",
     "second_feed_forward.router.norm.weight": "router.scale",
     "second_feed_forward.router.expert_scale": "router.per_expert_scale",
@@ -61,7 +61,7 @@ class Gemma4(Family):
     rules: ClassVar = (
         *d.OUTER_RULES, *d.ATTENTION_RULES, *d.feed_forward_rules(), *PER_LAYER_RULES,
         *(Rule(f"{d.OURS}.{a}.weight", f"{d.THEIRS}.{b}.weight") for a, b in NORMS.items()),
-        *(Rule(f"{d.OURS}.{a}", f"{d.THEIRS}.{b}") for a, b in OTHERS.items()),
+        *(Rule(f"{d.OURS}.{a}", f"{d.THEIRS}.{b}") for a, b in SAME_AXES.items()),
         Rule(f"{SECOND}.router.weight", f"{d.THEIRS}.router.proj.weight", "e d -> d e"),
         Rule((f"{SECOND}.gate.weight", f"{SECOND}.up.weight"), f"{d.THEIRS}.experts.gate_up_proj", "e f* d -> e d f"),
         Rule(f"{SECOND}.down.weight", f"{d.THEIRS}.experts.down_proj", "e d f -> e f d"),

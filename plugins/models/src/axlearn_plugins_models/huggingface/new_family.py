@@ -67,14 +67,8 @@ def _tiny_config(like: Family, distribution: str) -> Json:
                 continue
             data = _shrink(data)
             tensors = like.layout(Functional.from_config(_model(like, data)), data)
-        except (
-            AttributeError,
-            AxlearnError,
-            LookupError,
-            TypeError,
-            ValueError,
-        ):  # of another family, or cannot shrink
-            continue
+        except (AttributeError, AxlearnError, LookupError, TypeError, ValueError):
+            continue  # the experiment is of another family, or cannot be shrunk
         if max(max(tensor.shape, default=0) for tensor in tensors.values()) <= LARGEST:
             return data
     raise RequestError(

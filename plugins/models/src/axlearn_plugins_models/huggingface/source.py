@@ -115,8 +115,8 @@ def open_model(
     if length and (sequence_length(trainer) or 0) > length:
         base, unread = _resolve(model_family, directory, data, {**settings, "input.sequence_length": length})
     resolved = resolve(set_experiment_name(base.config, model_family.model_type), with_=with_, set=set)
-    model = Functional.from_config(resolved.config.model)  # type: ignore[attr-defined]
-    model_config = resolved.config.model  # type: ignore[attr-defined]
+    config: Any = resolved.config
+    model_config, model = config.model, Functional.from_config(config.model)
     ignored = model_family.ignored_names(data, all_tensors, depth_of(model_config))
     tensors = model_family.layout(model, data)
     stored = model_family.dequantize(data, {n: t for n, t in all_tensors.items() if n not in ignored})

@@ -101,10 +101,8 @@ class OlmoHybrid(Family):
         """Return settings for the two kinds of layers."""
         count, width, heads = hf.need("num_hidden_layers"), hf.need("hidden_size"), hf.need("num_attention_heads")
         kinds = r.read_kinds(hf, r.make_kinds(count, range(3, count, 4) or [count - 1]))
-        norm, keys = (
-            {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-6))},
-            hf.get("linear_num_key_heads") or heads,
-        )
+        norm = {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-6))}
+        keys = hf.get("linear_num_key_heads") or heads
         size = hf.get("linear_key_head_dim") or int(0.75 * width / keys)
         delta = {
             "type": "gated-delta-net", "num_heads": hf.get("linear_num_value_heads") or heads, "num_key_heads": keys,

@@ -87,11 +87,13 @@ def _was_replaced(cfg: Node[Any], target: type, new: type, settings: Mapping[str
     """
     if not any(all(get_fields(n)[k] == v for k, v in settings.items()) for n in find(cfg, new).values()):
         return False
+    if target is Node:  # selected by path
+        return True
     slots = [
         get_fields(owner)[field.name]
         for owner in find(cfg, Node).values()
         for field in attrs.fields(type(owner))
-        if target is not Node and isinstance(field.default, target)
+        if isinstance(field.default, target)
     ]
     return not slots or any(isinstance(node, new) for slot in slots for _, node in slot_nodes(slot))
 
