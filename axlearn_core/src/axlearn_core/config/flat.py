@@ -1,7 +1,7 @@
 """Flatten a tree to a mapping from paths to values, and compare two trees."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -9,7 +9,6 @@ import attrs
 from axlearn_core.config.node import (
     Kind,
     Node,
-    get_fields,
     hidden_defaults,
     interface_fields,
     is_node,
@@ -41,34 +40,60 @@ class Leaf:
     kind: Kind
 
 
-def leaves(tree: object, get_name: Callable[[Any], str] = qualified_name) -> Iterator[Leaf]:
-    """Yield the leaves of a tree in order.
+def leaves(tree: object, get_name: Callable[[Any], str] = qualified_name) -> list[Leaf]:
+    """Return the leaves of a tree in order.
 
-    Each node also yields `<path>.type`, the name of its class. Interface fields, labels, and hidden defaults are omitted. Empty
+    Each node also has a leaf `<path>.type`, the name of its class. Interface fields, labels, and hidden defaults are omitted. Empty
     tuples and mappings are leaves.
     """
-    return _leaves(tree, "", "mathematics", get_name)
-
-
-def _leaves(value: object, path: str, kind: Kind, get_name: Callable[[Any], str]) -> Iterator[Leaf]:
-    if isinstance(value, Node):
-        yield Leaf(join(path, "type"), get_name(type(value)), kind)
-        hidden = interface_fields(type(value)) | label_fields(type(value)) | hidden_defaults(value)
-        for name, child in children(value).items():
-            if name not in hidden:
-                yield from _leaves(child, join(path, name), field_kind(value, name) or kind, get_name)
-    elif (isinstance(value, Mapping) and value) or (
-        isinstance(value, tuple) and any(isinstance(v, (Node, Mapping)) for v in value)
-    ):
-        for name, child in children(value).items():
-            yield from _leaves(child, join(path, name), kind, get_name)
-    else:
-        yield Leaf(path, value, kind)
+    result: list[Leaf] = []
+    _visit(tree, "", "mathematics", get_name, lambda *leaf: result.append(Leaf(*leaf)))
+    return result
 
 
 def flatten(tree: object, get_name: Callable[[Any], str] = qualified_name) -> dict[str, Any]:
     """Return the values of all `leaves` by path."""
-    return {leaf.path: leaf.value for leaf in leaves(tree, get_name)}
+    return _flatten(tree, "", get_name)
+
+
+def _flatten(tree: object, path: str, get_name: Callable[[Any], str]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    _visit(tree, path, "mathematics", get_name, lambda path, value, _: result.__setitem__(path, value))
+    return result
+
+
+def _visit(value: object, path: str, kind: Kind, get_name: Callable[[Any], str], add: Callable[..., None]) -> None:
+    if isinstance(value, Node):
+        add(join(path, "type"), get_name(type(value)), kind)
+        for name, child in _shown_fields(value).items():
+            _visit(child, join(path, name), field_kind(value, name) or kind, get_name, add)
+    elif _has_leaves(value):
+        for name, child in children(value).items():
+            _visit(child, join(path, name), kind, get_name, add)
+    else:
+        add(path, value, kind)
+
+
+def _shown_fields(value: Node[Any]) -> dict[str, Any]:
+    """Return the fields of a node that have leaves."""
+    hidden = hidden_defaults(value)
+    return {name: getattr(value, name) for name in _listed_fields(type(value)) if name not in hidden}
+
+
+@functools.lru_cache(maxsize=4096)
+def _listed_fields(cls: type) -> tuple[str, ...]:
+    omitted = interface_fields(cls) | label_fields(cls)
+    return tuple(a.name for a in attrs.fields(cls) if a.name not in omitted)
+
+
+def _has_leaves(value: object) -> bool:
+    """Return True for mappings with items, and for tuples that contain nodes or mappings."""
+    if isinstance(value, tuple):
+        return any(isinstance(v, (Node, Mapping)) for v in value)
+    return not isinstance(value, SCALARS) and isinstance(value, Mapping) and bool(value)
+
+
+SCALARS = (str, int, float, type(None))
 
 
 def field_kind(value: Node[Any], name: str) -> Kind | None:
@@ -77,7 +102,7 @@ def field_kind(value: Node[Any], name: str) -> Kind | None:
     If a class adds a field to the class that it `computes_like`, the field counts as execution at its default value.
     """
     kind, adds, default = _marks(type(value))[name]
-    return "execution" if kind is None and adds and get_fields(value)[name] == default else kind
+    return "execution" if kind is None and adds and getattr(value, name) == default else kind
 
 
 @functools.lru_cache(maxsize=4096)
@@ -134,12 +159,31 @@ ABSENT = _Absent()
 
 def diff(old: object, new: object, get_name: Callable[[Any], str] = qualified_name) -> Changes:
     """Return the differences between two trees, ordered as in the new tree, with removed paths last."""
-    if old is new:
-        return Changes()
-    before, after = flatten(old, get_name), flatten(new, get_name)
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    _flatten_unequal(old, new, "", get_name, before, after)
     changes = [
         Change(path, before.get(path, ABSENT), value)
         for path, value in after.items()
         if path not in before or before[path] != value or type(before[path]) is not type(value)
     ]
     return Changes((*changes, *(Change(path, value, ABSENT) for path, value in before.items() if path not in after)))
+
+
+def _flatten_unequal(
+    old: object, new: object, path: str, get_name: Callable[[Any], str], before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """Add the leaves below `path` to `before` and `after`, without subtrees that are the same object in both."""
+    if old is new:
+        return
+    if isinstance(old, Node) and type(old) is type(new):
+        earlier, later = _shown_fields(old), _shown_fields(new)
+    elif _has_leaves(old) and _has_leaves(new):
+        earlier, later = children(old), children(new)
+    else:
+        before.update({} if old is ABSENT else _flatten(old, path, get_name))
+        after.update({} if new is ABSENT else _flatten(new, path, get_name))
+        return
+    for name in later | earlier:
+        pair = (earlier.get(name, ABSENT), later.get(name, ABSENT))
+        _flatten_unequal(*pair, join(path, name), get_name, before, after)

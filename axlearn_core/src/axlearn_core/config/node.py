@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, dataclass_transform
 import attrs
 
 from axlearn_core.config.roles import missing_fields
-from axlearn_core.config.types import Mismatch, check_type, show
+from axlearn_core.config.types import Mismatch, accepts_all, check_type, show
 from axlearn_core.errors import ConfigError, Problem
 
 
@@ -154,27 +154,24 @@ class Node(Generic[T_co]):
     def __attrs_post_init__(self) -> None:
         """Convert every field to canonical form. Raise one `ConfigError` that lists every invalid field."""
         problems = []
-        hints = resolve_hints(type(self))
-        for attribute, value in zip(attrs.fields(type(self)), get_fields(self).values(), strict=True):
+        cls = type(self)
+        for attribute in attrs.fields(cls):
+            value = getattr(self, attribute.name)
             if value is REQUIRED:
                 continue
-            try:
-                canonical = check_type(value, hints[attribute.name], is_node)
-            except Mismatch as error:
-                path = ".".join((attribute.name, *error.path))
-                problems.append(
-                    Problem(
-                        path=path,
-                        message=f"wrong type for {type(self).__qualname__}",
-                        got=show(error.got),
-                        expected=error.expected,
-                    )
-                )
-                continue
-            if canonical is not value:
-                object.__setattr__(self, attribute.name, canonical)
-            problems += _bound_problems(self, attribute, canonical)
-            problems += _label_problems(attribute, canonical)
+            if not _is_canonical(cls, attribute.name, type(value)):
+                try:
+                    canonical = check_type(value, resolve_hints(cls)[attribute.name], is_node)
+                except Mismatch as error:
+                    path = ".".join((attribute.name, *error.path))
+                    message = f"wrong type for {cls.__qualname__}"
+                    problems.append(Problem(path=path, message=message, got=show(error.got), expected=error.expected))
+                    continue
+                if canonical is not value:
+                    object.__setattr__(self, attribute.name, canonical)
+                    value = canonical
+            if attribute.metadata:
+                problems += [*_bound_problems(self, attribute, value), *_label_problems(attribute, value)]
         if problems:
             raise ConfigError(problems)
 
@@ -222,7 +219,13 @@ class Node(Generic[T_co]):
 
 def get_fields(value: object) -> dict[str, Any]:
     """Return the fields of a node or other attrs object by name."""
-    return {a.name: getattr(value, a.name) for a in attrs.fields(type(value))}
+    return {name: getattr(value, name) for name in field_names(type(value))}
+
+
+@functools.lru_cache(maxsize=4096)
+def field_names(cls: type) -> tuple[str, ...]:
+    """Return the names of the fields of an attrs class."""
+    return tuple(a.name for a in attrs.fields(cls))
 
 
 def get_options(value: object, *names: str) -> dict[str, Any]:
@@ -343,6 +346,12 @@ def resolve_hints(cls: type) -> dict[str, Any]:
             "define or import the name at module level and outside `if TYPE_CHECKING`"
         ) from error
     return {name: hints.get(name, Any) for name in annotations}
+
+
+@functools.lru_cache(maxsize=65536)
+def _is_canonical(cls: type, name: str, kind: type) -> bool:
+    """Return True if a value of class `kind` is valid in a field and needs no conversion."""
+    return accepts_all(resolve_hints(cls)[name], kind, is_node)
 
 
 def _bound_problems(owner: object, attribute: Any, value: object) -> Iterable[Problem]:

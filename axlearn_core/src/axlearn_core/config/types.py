@@ -76,6 +76,21 @@ def check_type(value: object, annotation: object, is_node: Callable[[Any], bool]
     return _check_plain(value, annotation, origin or annotation, is_node)
 
 
+def accepts_all(annotation: object, kind: type, is_node: Callable[[Any], bool]) -> bool:
+    """Return True if `check_type` surely returns each value of class `kind` unchanged. Only for nodes, None, int and bool."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return accepts_all(args[0], kind, is_node)
+    if origin in (typing.Union, types.UnionType):
+        return any(accepts_all(a, kind, is_node) for a in args)
+    if kind in (bool, int):
+        return annotation is kind
+    if kind is types.NoneType:
+        return annotation in (None, types.NoneType)
+    plain = origin or annotation
+    return is_node(kind) and is_node(plain) and isinstance(plain, type) and issubclass(kind, plain)
+
+
 def _check_plain(value: object, annotation: object, kind: object, is_node: Callable[[Any], bool]) -> Any:
     if kind is float:
         if type(value) is int and abs(value) <= sys.float_info.max:

@@ -5,12 +5,13 @@ tuples of them. The slot of a node is its path without the wrappers and alternat
 has the slot `attention.query`.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
 
-from axlearn_core.config.node import Node, get_fields
+from axlearn_core.config.node import Node, field_names
 
 
 def wrapped_nodes(value: object) -> dict[str, Node[Any]]:
@@ -18,9 +19,8 @@ def wrapped_nodes(value: object) -> dict[str, Node[Any]]:
     if not isinstance(value, Node):
         return {}
     nodes = {}
-    fields = get_fields(value)
-    for name in type(value).wraps:
-        below = fields.get(name)
+    for name in _wrapping_fields(type(value)):
+        below = getattr(value, name)
         if isinstance(below, Node):
             nodes[name] = below
         elif isinstance(below, tuple):
@@ -32,9 +32,13 @@ def wrapped_node(value: object) -> tuple[str, Node[Any]] | None:
     """Return the field and the node that a wrapper wraps, or None if the value is not a wrapper."""
     if not isinstance(value, Node):
         return None
-    fields = get_fields(value)
-    nodes = [(name, fields[name]) for name in type(value).wraps if isinstance(fields.get(name), Node)]
-    return nodes[0] if nodes else None
+    names = _wrapping_fields(type(value))
+    return next(((name, getattr(value, name)) for name in names if isinstance(getattr(value, name), Node)), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _wrapping_fields(cls: type[Node[Any]]) -> tuple[str, ...]:
+    return tuple(name for name in cls.wraps if name in field_names(cls))
 
 
 def slot_nodes(value: object, path: str = "") -> Iterator[tuple[str, Node[Any]]]:
@@ -50,8 +54,8 @@ def edit_innermost(slot: Any, change: Callable[[Any], Any]) -> Any:
     if not wrapped_nodes(slot):
         return change(slot)
     edits: dict[str, Any] = {}
-    for name in type(slot).wraps:
-        below = get_fields(slot).get(name)
+    for name in _wrapping_fields(type(slot)):
+        below = getattr(slot, name)
         if isinstance(below, Node):
             edits[name] = edit_innermost(below, change)
         elif isinstance(below, tuple):
