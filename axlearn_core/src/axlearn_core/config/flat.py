@@ -176,7 +176,7 @@ def _flatten_unequal(
     """Add the leaves below `path` to `before` and `after`, without subtrees that are the same object in both."""
     if old is new:
         return
-    if isinstance(old, Node) and type(old) is type(new):
+    if isinstance(old, Node) and isinstance(new, Node) and type(old) is type(new):
         earlier, later = _shown_fields(old), _shown_fields(new)
     elif _has_leaves(old) and _has_leaves(new):
         earlier, later = children(old), children(new)
