@@ -1,5 +1,6 @@
 """Installed components, sorted by the interface that they implement, and toy values for their required fields."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -55,6 +56,7 @@ def toy_config(config: type[Node[Any]], **settings: Any) -> Node[Any]:
     )
 
 
+@functools.cache
 def components() -> dict[str, type[Node[Any]]]:
     """Return name -> config class of all registered components."""
     return {e.name: registry().component(e.name) for e in registry().entries("components")}
@@ -62,10 +64,12 @@ def components() -> dict[str, type[Node[Any]]]:
 
 def select_configs(test: Callable[[type], bool]) -> dict[str, Node[Any]]:
     """Return name -> toy config of the components whose class passes a check."""
-    components_by_name = {
-        n: toy_config(c) for n, c in components().items() if isinstance(c.owner, type) and test(c.owner)
-    }
-    return {n: patch(c, WRAPPED.get(n, {})) for n, c in components_by_name.items()}
+    return {n: _toy(n, c) for n, c in components().items() if isinstance(c.owner, type) and test(c.owner)}
+
+
+@functools.cache
+def _toy(name: str, config: type[Node[Any]]) -> Node[Any]:
+    return patch(toy_config(config), WRAPPED.get(name, {}))
 
 
 def layers() -> dict[str, Node[Any]]:

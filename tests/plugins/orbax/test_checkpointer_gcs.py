@@ -7,9 +7,9 @@ import pytest
 from axlearn_core.checkpoint import open_storage
 from axlearn_core.errors import CheckpointError
 from axlearn_plugins_orbax.checkpointer import OrbaxCheckpointer
-from support.needs import require
+from support.needs import needs
 
-require("gcsfs")
+pytestmark = needs("gcsfs")
 
 
 def state(step):

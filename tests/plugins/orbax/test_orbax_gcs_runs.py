@@ -11,9 +11,9 @@ from axlearn_core.cli.main import cli
 from axlearn_core.run import open_weights
 from axlearn_plugins_orbax.checkpointer import OrbaxCheckpointer
 from support import api_runs, cli_runs
-from support.needs import require
+from support.needs import needs
 
-require("gcsfs")
+pytestmark = needs("gcsfs")
 
 
 def listed(place):

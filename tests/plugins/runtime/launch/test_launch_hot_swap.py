@@ -10,10 +10,10 @@ import pytest
 from support import cli_runs
 from support.cli_jobs import together
 from support.launched_runs import ONE_DEVICE, LaunchedRun, alive, kill, parent
-from support.needs import require
+from support.needs import needs
 from support.paths import ROOT
 
-ray = require("ray")
+pytestmark = needs("ray")
 STEPS = 400
 
 
