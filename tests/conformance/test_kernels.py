@@ -12,10 +12,10 @@ SHARED = ("ring", "context-all-gather", "context-all-to-all")
 
 VALUES = "test_values_and_gradients_match_reference"
 SLOW_CASES = {
-    "attention": ("alibi-*", "causal-*", "chunks-*", "selected-*", "window-*"),
+    "attention": ("alibi-*", "causal-*", "chunks-*", "prefix-*", "selected-*", "window-*"),
     "gated_linear_unit": ("gelu*", "silu-80-*"),
     "grouped_matmul": ("0-0-200-*", "1-2-3-*", "*-bfloat16"),
-    "invariant_attention": ("causal-*", "chunks-*"),
+    "invariant_attention": ("alibi-*", "causal-*", "chunks-*", "sinks-*"),
     "linear_attention": ("delta-bfloat16", "delta-elements-*", "delta-float32", "reload-*", "sum-float32"),
     "paged_attention": (
         "prefill-*",

@@ -6,6 +6,10 @@ from axlearn_testing import LayerSuite, find_contract
 from support import installed_parts
 from support.plugin_contracts import CONTRACTS, REFERENCES
 
+RELATIVES = ("dropout-transformer-layer", "extended-transformer-layer", "mamba2", "parallel-transformer-layer")
+"""Layers that share code with another one, of which all tests are fast."""
+SLOW = ("test_meshes_*", "test_outputs_are_finite[bfloat16]", "test_remat_*")
+
 for _name, _config in installed_parts.layers().items():
     _contract = find_contract(_config, CONTRACTS)
     _more = {"contract": _contract, "meshes": 1, **REFERENCES.get(_name, {})}
@@ -15,6 +19,8 @@ for _name, _config in installed_parts.layers().items():
         "model",
     ):  # composed of the others, and slow to compile
         _more["pytestmark"] = pytest.mark.slow
+    elif _name in RELATIVES:
+        _more["pytestmark"] = pytest.mark.slow_cases(*SLOW)
     globals().update(installed_parts.make_suites(LayerSuite, {_name: _config}, **_more))
 
 

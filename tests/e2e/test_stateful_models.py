@@ -51,7 +51,7 @@ def test_state_moves_and_is_where_its_layer_is(kind):
         assert layers == (2 if ".layer." in path else 1)
 
 
-@pytest.mark.slow_cases("router-bias")
+@pytest.mark.fast_cases("batch-norm")
 @pytest.mark.parametrize("kind", ["batch-norm", "amax", "router-bias"])
 def test_evaluation_reads_variables_and_writes_none(kind):
     _, _, state, program = trained(kind)

@@ -370,7 +370,8 @@ RULES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["scan", pytest.param("unrolled", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the default suite has `tests/e2e/test_mesh_invariance.py`
+@pytest.mark.parametrize("mode", ["scan", "unrolled"])
 def test_a_mesh_of_eight_devices_computes_the_same(tiny, build, grads, mode):
     tokens = jax.random.randint(jax.random.key(3), (4, 33), 0, 64)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}

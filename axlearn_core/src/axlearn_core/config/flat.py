@@ -9,6 +9,7 @@ import attrs
 from axlearn_core.config.node import (
     Kind,
     Node,
+    get_field,
     hidden_defaults,
     interface_fields,
     is_node,
@@ -77,7 +78,7 @@ def _visit(value: object, path: str, kind: Kind, get_name: Callable[[Any], str],
 def _shown_fields(value: Node[Any]) -> dict[str, Any]:
     """Return the fields of a node that have leaves."""
     hidden = hidden_defaults(value)
-    return {name: getattr(value, name) for name in _listed_fields(type(value)) if name not in hidden}
+    return {name: get_field(value, name) for name in _listed_fields(type(value)) if name not in hidden}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -102,7 +103,7 @@ def field_kind(value: Node[Any], name: str) -> Kind | None:
     If a class adds a field to the class that it `computes_like`, the field counts as execution at its default value.
     """
     kind, adds, default = _marks(type(value))[name]
-    return "execution" if kind is None and adds and getattr(value, name) == default else kind
+    return "execution" if kind is None and adds and get_field(value, name) == default else kind
 
 
 @functools.lru_cache(maxsize=4096)

@@ -156,7 +156,7 @@ class Node(Generic[T_co]):
         problems = []
         cls = type(self)
         for attribute in attrs.fields(cls):
-            value = getattr(self, attribute.name)
+            value = get_field(self, attribute.name)
             if value is REQUIRED:
                 continue
             if not _is_canonical(cls, attribute.name, type(value)):
@@ -219,7 +219,12 @@ class Node(Generic[T_co]):
 
 def get_fields(value: object) -> dict[str, Any]:
     """Return the fields of a node or other attrs object by name."""
-    return {name: getattr(value, name) for name in field_names(type(value))}
+    return {name: get_field(value, name) for name in field_names(type(value))}
+
+
+def get_field(value: object, name: str) -> Any:
+    """Return a field of a node or other attrs object."""
+    return getattr(value, name)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -305,7 +310,7 @@ def marked_kind(attribute: Any) -> Kind | None:
 
 def hidden_defaults(value: object) -> frozenset[str]:
     """Return the names of `hide_default` fields that have their default value."""
-    return frozenset(name for name, default in _hidden_fields(type(value)) if getattr(value, name) == default)
+    return frozenset(name for name, default in _hidden_fields(type(value)) if get_field(value, name) == default)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 from immutabledict import immutabledict
 
-from axlearn_core.config.node import REQUIRED, Node, get_fields, interface_fields, is_interface
+from axlearn_core.config.node import REQUIRED, Node, field_names, get_field, get_fields, interface_fields, is_interface
 from axlearn_core.config.offers import check_offers
 from axlearn_core.config.roles import Role
 from axlearn_core.config.run_scheme import check_assets
@@ -31,6 +31,16 @@ def children(value: object) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return {str(k): v for k, v in value.items()}
     return {}
+
+
+_MISSING: Any = object()
+
+
+def _child(value: object, name: str) -> Any:
+    """Return one of the `children`, or `_MISSING`."""
+    if isinstance(value, Node):
+        return get_field(value, name) if name in field_names(type(value)) else _MISSING
+    return children(value).get(name, _MISSING)
 
 
 def with_children(value: Any, new: Mapping[str, Any]) -> Any:
@@ -165,12 +175,11 @@ def _locate(tree: object, path: str, *, hint: bool) -> tuple[str, Any]:
     parts = path.split(".") if path else []
     for i, name in enumerate(parts):
         outer, outer_prefix = value, prefix
-        while name not in children(value) and (wrapper := wrapped_node(value)):
+        while (below := _child(value, name)) is _MISSING and (wrapper := wrapped_node(value)):
             prefix, value = join(prefix, wrapper[0]), wrapper[1]
-        below = children(value)
-        if name not in below:
+        if below is _MISSING:
             raise ConfigError(no_such_path(path, outer_prefix, ".".join(parts[i:]), outer, hint=hint))
-        value, prefix = below[name], join(prefix, name)
+        value, prefix = below, join(prefix, name)
     return prefix, value
 
 
@@ -184,7 +193,7 @@ def leave_out_wrappers(tree: object, path: str) -> str:
         wrapper = wrapped_node(value)
         if not wrapper or name != wrapper[0]:
             short.append(name)
-        value = children(value).get(name)
+        value = _child(value, name)
     return ".".join(short)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config.node import Node, field_names
+from axlearn_core.config.node import Node, field_names, get_field
 
 
 def wrapped_nodes(value: object) -> dict[str, Node[Any]]:
@@ -20,7 +20,7 @@ def wrapped_nodes(value: object) -> dict[str, Node[Any]]:
         return {}
     nodes = {}
     for name in _wrapping_fields(type(value)):
-        below = getattr(value, name)
+        below = get_field(value, name)
         if isinstance(below, Node):
             nodes[name] = below
         elif isinstance(below, tuple):
@@ -33,7 +33,7 @@ def wrapped_node(value: object) -> tuple[str, Node[Any]] | None:
     if not isinstance(value, Node):
         return None
     names = _wrapping_fields(type(value))
-    return next(((name, getattr(value, name)) for name in names if isinstance(getattr(value, name), Node)), None)
+    return next(((name, get_field(value, name)) for name in names if isinstance(get_field(value, name), Node)), None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -55,7 +55,7 @@ def edit_innermost(slot: Any, change: Callable[[Any], Any]) -> Any:
         return change(slot)
     edits: dict[str, Any] = {}
     for name in _wrapping_fields(type(slot)):
-        below = getattr(slot, name)
+        below = get_field(slot, name)
         if isinstance(below, Node):
             edits[name] = edit_innermost(below, change)
         elif isinstance(below, tuple):

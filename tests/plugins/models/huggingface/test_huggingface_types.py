@@ -32,8 +32,8 @@ WINDOWED = {"mistral", "phi3", "starcoder2"}
 """Every layer has a window, so that their requests do not fill the memory."""
 
 
-def _each(also=()):
-    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS] + [
+def _each(also=(), quick=QUICK):
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in MODELS] + [
         pytest.param(f"{n} now", marks=generated_models.MARKS) for n in also
     ]
 
@@ -87,7 +87,7 @@ def test_adapters_start_from_the_model_and_learn(name):
     assert all(is_adapter(p) for p in changed)
 
 
-@pytest.mark.parametrize("name", _each())
+@pytest.mark.parametrize("name", _each(quick=()))  # the default suite has those of plugins/quantization
 def test_quantized_training_starts_near_the_model_and_learns(name):
     values, _, _ = losses(name, "quantization")
     first = expected_results(name)["losses"][0]
@@ -95,7 +95,7 @@ def test_quantized_training_starts_near_the_model_and_learns(name):
     assert values[-1] < values[0]
 
 
-@pytest.mark.parametrize("name", _each())
+@pytest.mark.parametrize("name", _each(quick=()))  # the default suite has those of plugins/quantization
 def test_integer_weights_compute_nearly_the_same(name):
     source, params, model, expected = loaded(name)
     config = weight_only_config(source.config, storage="int8", tile_size=None)
