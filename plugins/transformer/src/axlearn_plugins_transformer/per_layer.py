@@ -9,7 +9,6 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.errors import RequestError
@@ -76,9 +75,7 @@ class PerLayerEmbedding(Layer):
         def split(x: jax.Array) -> jax.Array:
             return x.reshape(*x.shape[:2], cfg.num_layers, cfg.dim)
 
-        # Without the barrier, XLA's GPU compiler finds no tiles for the product that is the gradient of the projection.
-        products = lax.optimization_barrier(self.projection(embeddings) * cfg.input_dim**-0.5)
-        projected = self.norm(split(products))
+        projected = self.norm(split(self.projection(embeddings) * cfg.input_dim**-0.5))
         return jnp.moveaxis((projected + split(self.embedding(tokens)) * cfg.dim**0.5) * 0.5**0.5, 2, 1)
 
 
