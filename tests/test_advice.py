@@ -16,6 +16,8 @@ from axlearn_core.cli.extensible import ExtensibleCommand, load_command
 from axlearn_core.cli.main import cli
 from support.paths import ROOT
 
+pytestmark = pytest.mark.style
+
 PLACEHOLDER = "…"
 """Placeholder for a value in an f-string."""
 THIRD_PARTY = {

@@ -4,7 +4,11 @@ import ast
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from support.paths import ROOT
+
+pytestmark = pytest.mark.style
 
 LIBRARY = "what a version of a library has"
 ALLOWED = {

@@ -39,6 +39,7 @@ def test_one_tier_is_dalys_closed_form(benchmark, interval, save, recovery, mean
     ).goodput == pytest.approx(expected, abs=0.012)
 
 
+@pytest.mark.slow
 def test_the_best_interval_is_youngs(benchmark):
     save, mean = 20.0, 20_000.0
     young = benchmark.young_interval(save, mean)

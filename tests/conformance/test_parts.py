@@ -113,7 +113,7 @@ class Objective(ObjectiveSuite):
 for _name, _config in installed_parts.implementations(parts.Objective).items():
     _own = type(_config).__module__.startswith("axlearn_core.")
     # The programs of plugins' objectives have several models and take seconds to compile.
-    _long = ("every_option", "frozen_arrays", "loss_depends", "step_changes", "the_loss")
+    _long = ("every_option", "frozen_arrays", "gradients_reach", "loss_depends", "step_changes", "the_loss")
     # tests/core/train/test_objective.py tests the same two of an objective with parameters.
     _slow = tuple(f"test_{name}_*" for name in ("microbatches", "sharded", *(() if _own else _long)))
     globals().update(

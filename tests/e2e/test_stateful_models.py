@@ -62,7 +62,7 @@ def test_evaluation_reads_variables_and_writes_none(kind):
     assert float(program.eval_step(other, batch)["loss_sum"]) != float(first["loss_sum"])
 
 
-@pytest.mark.fast_cases("amax")
+@pytest.mark.fast_cases("batch-norm")
 @pytest.mark.parametrize("kind", KINDS)
 def test_microbatches_take_variables_from_one_to_the_next(kind):
     whole, parts = trained(kind), trained(kind, "gradient-accumulation:steps=2")

@@ -37,7 +37,7 @@ SHARED = (
 )  # fmt: skip
 
 
-@pytest.mark.fast_cases("causality", "packed-documents", "resume", "updates", "derivatives")
+@pytest.mark.fast_cases("causality", "packed-documents", "updates", "derivatives")
 @pytest.mark.parametrize("name", SHARED)
 def test_a_property_holds_for_a_sound_config(name, sound):
     outcome = check(name, sound)

@@ -23,7 +23,7 @@ from support.imported_models import MODELS, expected_results, folder, loaded, mo
 QUICK = {"llama3"}
 SIZES = {
     "runner.block_size": 4, "runner.max_context": 96, "runner.max_rows": 5, "runner.max_step_tokens": 24, "runner.chunk": 8,
-    "runner.row_buckets": (1,), "runner.chunk_buckets": (1,), "runner.num_blocks": 26,
+    "runner.row_buckets": (5,), "runner.chunk_buckets": (1,), "runner.num_blocks": 26,
 }  # fmt: skip
 """Of an engine with less memory than the requests need together."""
 UNPUBLISHED = {"granitemoeshared"}

@@ -118,6 +118,7 @@ def test_a_false_alarm_by_rounding_is_cleared(monkeypatch):
     assert outcome.compared.endswith("repeated in float64")
 
 
+@pytest.mark.slow
 def test_derivatives_that_float32_hides_are_compared_in_float64(monkeypatch):
     monkeypatch.setattr(derivatives, "ROUNDING", 1e6)
     sample, checked = case(), proof_cases.load_property("derivatives")
