@@ -66,7 +66,7 @@ def test_several_steps_in_one_dispatch_are_those_steps():
 
 def test_a_step_may_be_submitted_before_the_last_one_is_read():
     some = prompts(np.random.default_rng(2), 64)
-    requests = Requests(runner(), some)
+    requests = Requests(runner(chunk_buckets=(1,)), some)
     requests.step({0: 5, 1: 13, 2: 1})
     requests.step({3: 21})
     pending = [
@@ -89,7 +89,7 @@ def test_a_step_may_be_submitted_before_the_last_one_is_read():
 def test_more_tokens_than_a_step_has_room_for_take_several_calls():
     rng = np.random.default_rng(3)
     some = prompts(rng, 64, (3, 3, 2, 2))
-    requests = Requests(runner(), some)
+    requests = Requests(runner(chunk_buckets=(1,)), some)
     requests.step(dict.fromkeys(range(4), 4))
     generator = Generator(model())
     assert [o[0] for o in requests.outputs] == [next(generator(p, max_tokens=1)) for p in some]
@@ -97,7 +97,7 @@ def test_more_tokens_than_a_step_has_room_for_take_several_calls():
 
 def test_blocks_are_copied_read_and_written():
     rng = np.random.default_rng(4)
-    instance, prompt = runner(), prompts(rng, 64, (13,))[0]
+    instance, prompt = runner(chunk_buckets=(1,)), prompts(rng, 64, (13,))[0]
     expected = list(Generator(model())(prompt, max_tokens=4))
     first = Requests(instance, [prompt])
     first.step({0: 13})

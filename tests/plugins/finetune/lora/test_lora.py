@@ -140,12 +140,12 @@ def test_merged_weights_compute_the_same_and_come_apart_again(toy, batch, progra
     merged = merge(params, scales)
     assert merged.keys() == dense.abstract.keys()
 
-    def logits(functional, values):
-        return jax.jit(lambda p: functional.bind(p)(batch["tokens"]), compiler_options=QUICK)(values)
-
-    two = [logits(instance, params), logits(dense, merged)]
+    adapted_logits, dense_logits = (
+        jax.jit(lambda p, f=f: f.bind(p)(batch["tokens"]), compiler_options=QUICK) for f in (instance, dense)
+    )
+    two = [adapted_logits(params), dense_logits(merged)]
     assert float(jnp.abs(two[0] - two[1]).max()) < 1e-5 * float(jnp.abs(two[0]).max())
-    base = logits(dense, split(params)[0])
+    base = dense_logits(split(params)[0])
     assert float(jnp.abs(two[0] - base).max()) > 1e-2 * float(jnp.abs(two[0]).max())  # the adapters were trained
 
     again = unmerge(merged, split(params)[1], scales)

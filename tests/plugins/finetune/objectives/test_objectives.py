@@ -239,17 +239,23 @@ TEXT = ("input.tokenizer={type: byte-tokenizer}", "model.vocab_size=264", "track
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """Create a directory with preferences, text, and a base run."""
+def files(tmp_path_factory):
+    """Create a directory with preferences and text."""
     folder = tmp_path_factory.mktemp("objectives")
     rows = [{"prompt": f"{i} and ", "chosen": f"{i + 1}.", "rejected": f"{i}!"} for i in range(20)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (folder / "text.txt").write_text("".join(f"{i} and {i + 1}.\n" for i in range(10)) * 20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def home(files):
+    """Create a base run in the directory."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(folder)
+        patched.chdir(files)
         source = "input.source={type: files, paths: text.txt}"
         axlearn("train", "quickstart", "--run-dir", "base", "--steps", "3", *settings(source))
-    return folder
+    return files
 
 
 FEATURES = {
@@ -258,7 +264,8 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["dpo", pytest.param("distill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "distill"])
 def test_a_run_resumes_bit_for_bit_and_generates_without_the_objective(kind, home, monkeypatch):
     monkeypatch.chdir(home)
 
@@ -301,28 +308,27 @@ def test_a_run_resumes_bit_for_bit_and_generates_without_the_objective(kind, hom
         (json.dumps({"prompt": "a" * 90, "chosen": "b", "rejected": "c"}), "line 2: the pair is longer than a row"),
     ],
 )
-def test_bad_rows_are_refused_by_line(line, message, home, monkeypatch):
-    monkeypatch.chdir(home)
-    (home / "bad.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' + line + "\n")
+def test_bad_rows_are_refused_by_line(line, message, files, monkeypatch):
+    monkeypatch.chdir(files)
+    (files / "bad.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' + line + "\n")
     error_text = axlearn(
         "train", "quickstart", "--with", "dpo:data=bad.jsonl", "--run-dir", "bad", "--steps", "1", *settings(), code=2
     )
     assert message in error_text.stderr
     assert "fix:" in error_text.stderr or "expected:" in error_text.stderr
-    assert not (home / "bad").exists()
+    assert not (files / "bad").exists()
 
 
-def test_missing_weights_are_rejected_before_writing(home, monkeypatch):
-    monkeypatch.chdir(home)
-    error_text = axlearn("train", "base/config.yaml", "--with", "distill:teacher=nowhere", "--run-dir", "none", code=2)
+def test_missing_weights_are_rejected_before_writing(files, monkeypatch):
+    monkeypatch.chdir(files)
+    train = ("train", "quickstart", *settings(), "--run-dir", "none")
+    source = "input.source={type: files, paths: text.txt}"
+    error_text = axlearn(*train, "--with", "distill:teacher=nowhere", "--set", source, code=2)
     assert "nowhere" in error_text.stderr
     objective = "objective={type: dpo, reference_weights: nowhere}"
-    error_text = axlearn(
-        "train", "base/config.yaml", "--with", PAIRS, "--set", objective, "--set", "evaluators={}", "--run-dir", "none",
-        code=2,
-    )  # fmt: skip
+    error_text = axlearn(*train, "--with", PAIRS, "--set", objective, "--set", "evaluators={}", code=2)
     assert "nowhere" in error_text.stderr
-    assert not (home / "none").exists()
+    assert not (files / "none").exists()
 
 
 @pytest.mark.parametrize("features", [(), ("lora:rank=2",)], ids=["all", "adapters"])

@@ -126,13 +126,10 @@ def test_an_export_has_every_value_and_transformers_reads_it(name, tmp_path):
         np.testing.assert_allclose(logits, expected["packed_logits"][:, : logits.shape[1]], atol=1e-4)
 
 
-def test_every_type_has_a_fixture_and_an_experiment():
+def test_every_type_has_a_fixture_and_an_experiment_and_is_in_the_table():
     experiments = model_table.experiments()
     for name in model_table.text_types():
         assert name in model_types(), f"{name} has no fixture: add one to scripts/make_hf_fixtures.py"
         assert experiments.get(name) or name in UNPUBLISHED, f"{name} has no experiment with a published size"
-
-
-def test_the_page_shows_the_table():
     text = model_table.PAGE.read_text()
     assert model_table.table() in text, "run `PYTHONPATH=tests uv run python -m support.model_table`"

@@ -82,7 +82,7 @@ def test_the_idle_time_is_that_of_the_schedule(schedule, rounds):
         assert 1 - 1 / pipeline.stretch == pytest.approx(plan.bubble)
 
 
-@pytest.mark.fast_cases("gpipe")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "1f1b"])
 def test_the_formulas_count_the_work_and_the_state_of_the_program(space, staged, schedule):
     row = next(r for r in staged if r.choice.pipeline.schedule == schedule and r.choice.pipeline.stages == 2)

@@ -95,6 +95,7 @@ def test_tensor_parallelism_divides_the_heads(ranked):
     assert sizes == {1, 2, 4}, "four heads"
 
 
+@pytest.mark.slow
 def test_the_ranking_is_the_same_each_time(space, ranked, monkeypatch):
     monkeypatch.setattr(rank, "remat_options", lambda *_: REMATS)
     assert [r.choice for r in space.rank_layouts()] == [r.choice for r in ranked]

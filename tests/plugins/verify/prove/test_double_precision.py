@@ -107,6 +107,7 @@ def test_a_fault_that_float32_hides_is_found(monkeypatch):
     assert outcome.difference.layer == "decoder"
 
 
+@pytest.mark.slow
 def test_a_false_alarm_by_rounding_is_cleared(monkeypatch):
     monkeypatch.setitem(training_step.FLOOR, "float32", 1e-12)
     monkeypatch.setitem(training_step.EPSILON, "float32", 0.0)
