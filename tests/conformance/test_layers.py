@@ -6,9 +6,14 @@ from axlearn_testing import LayerSuite, find_contract
 from support import installed_parts
 from support.plugin_contracts import CONTRACTS, REFERENCES
 
+WHOLE = (
+    "attention", "gated-delta-net", "gated-feed-forward", "latent-attention", "linear", "mixture-of-experts", "rms-norm",
+    "transformer-layer",
+)  # fmt: skip
+"""Layers of which all tests are fast. Of the others, which share code with them, some are slow."""
+SLOW = ("test_outputs_are_finite[bfloat16]", "test_remat_*")
 RELATIVES = ("dropout-transformer-layer", "extended-transformer-layer", "mamba2", "parallel-transformer-layer")
-"""Layers that share code with another one, of which all tests are fast."""
-SLOW = ("test_meshes_*", "test_outputs_are_finite[bfloat16]", "test_remat_*")
+"""Layers whose tests on meshes are slow, too."""
 
 for _name, _config in installed_parts.layers().items():
     _contract = find_contract(_config, CONTRACTS)
@@ -19,8 +24,8 @@ for _name, _config in installed_parts.layers().items():
         "model",
     ):  # composed of the others, and slow to compile
         _more["pytestmark"] = pytest.mark.slow
-    elif _name in RELATIVES:
-        _more["pytestmark"] = pytest.mark.slow_cases(*SLOW)
+    elif _name not in WHOLE:
+        _more["pytestmark"] = pytest.mark.slow_cases(*SLOW, *(["test_meshes_*"] if _name in RELATIVES else []))
     globals().update(installed_parts.make_suites(LayerSuite, {_name: _config}, **_more))
 
 
