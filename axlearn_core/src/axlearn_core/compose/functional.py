@@ -20,6 +20,7 @@ from axlearn_core.contracts.capabilities import DependsOnBatch, EndsStep
 from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
 from axlearn_core.nn import module_checks, randomness
 from axlearn_core.nn.axis_names import declared_names, is_unnamed
+from axlearn_core.nn.layer import shapes_only
 from axlearn_core.nn.variables import LearnedVariable, StepTotal
 from axlearn_core.plugins.backends import prepare_backends
 
@@ -87,7 +88,8 @@ class Functional:
                 return module_checks.check_part(config.build(rngs=rngs, **offered), config)
 
         try:
-            model = nnx.eval_shape(lambda: build(jax.random.key(0)))
+            with shapes_only():
+                model = nnx.eval_shape(lambda: build(jax.random.key(0)))
         except module_checks.UnfitPart as error:
             raise module_checks.add_config_path(error, config) from None
         except ValueError as error:
@@ -146,11 +148,26 @@ class Functional:
         return self.init_arrays(key)[0]
 
     def init_arrays(self, key: jax.Array) -> tuple[Params, Params]:
-        """Initialize the parameters and the variables. Traceable."""
+        """Initialize the parameters and the variables. Traceable.
+
+        Raises:
+            ConfigError: If an initializer returns another shape or dtype than its parameter has.
+        """
         assert self._build is not None, "cannot initialize a model that is already built"
         _, state = nnx.split(self._build(key))
         flat = [(".".join(map(str, k)), v) for k, v in nnx.to_flat_state(state)]
         params = {path: v.get_value() for path, v in flat if path in self.abstract}
+        if problems := [
+            Problem(
+                path=f"model ({path})",
+                message="the initializer returns another array than the parameter",
+                got=f"{params[path].dtype} {params[path].shape}",
+                expected=f"{spec.dtype} {spec.shape}",
+            )
+            for path, spec in self.abstract.items()
+            if (params[path].shape, params[path].dtype) != (spec.shape, spec.dtype)
+        ]:
+            raise ConfigError(problems)
         return params, {path: v.get_value() for path, v in flat if path in self.variables}
 
     def bind(self, params: Params, variables: Params | None = None, key: jax.Array | None = None) -> Any:

@@ -7,9 +7,11 @@ reads the child's settings. A trained parameter is an `nnx.Param` with a logical
 random numbers and `nn.variables` for other state. Broadcasting never adds dimensions implicitly.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -152,7 +154,13 @@ class Layer(Configurable, nnx.Module):
         fan_in: Sequence[int] = (0,),
         fan_out: Sequence[int] = (-1,),
     ) -> nnx.Param[jax.Array]:
-        """Create a parameter. The initializer scales by the dimensions `fan_in` and `fan_out`."""
+        """Create a parameter. The initializer scales by the dimensions `fan_in` and `fan_out`.
+
+        In a `shapes_only` block, its value is zero.
+        """
+        if _SHAPES_ONLY.get():
+            zeros = jnp.zeros(shape, self.precision.params)
+            return nnx.Param(zeros, out_sharding=tuple(axes), eager_sharding=False)
         value = init.build(axes=tuple(axes))(
             rngs.params(),
             tuple(shape),
@@ -165,6 +173,19 @@ class Layer(Configurable, nnx.Module):
     def computed(self, parameter: nnx.Param[jax.Array]) -> jax.Array:
         """Return the parameter in the compute dtype."""
         return parameter[...].astype(self.precision.compute)
+
+
+_SHAPES_ONLY: contextvars.ContextVar[bool] = contextvars.ContextVar("axlearn_shapes_only", default=False)
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Build layers without their initializers, which take as long to trace as the rest, where only shapes are needed."""
+    token = _SHAPES_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _SHAPES_ONLY.reset(token)
 
 
 def expand_to(vector: jax.Array, rank: int) -> jax.Array:
