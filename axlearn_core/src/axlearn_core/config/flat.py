@@ -91,10 +91,10 @@ def _has_leaves(value: object) -> bool:
     """Return True for mappings with items, and for tuples that contain nodes or mappings."""
     if isinstance(value, tuple):
         return any(isinstance(v, (Node, Mapping)) for v in value)
-    return not isinstance(value, SCALARS) and isinstance(value, Mapping) and bool(value)
+    return not isinstance(value, _SCALARS) and isinstance(value, Mapping) and bool(value)
 
 
-SCALARS = (str, int, float, type(None))
+_SCALARS = (str, int, float, type(None))
 
 
 def field_kind(value: Node[Any], name: str) -> Kind | None:
