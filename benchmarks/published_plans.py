@@ -32,6 +32,8 @@ TARGETS = {
     "gemma2-2b": "h100-8x32",
     "gemma2-9b": "h100-8x32",
     "gemma3-4b": "h100-8x32",
+    "gemma4-26b-a4b": "h100-8x32 --with gradient-accumulation:steps=2",
+    "gemma4-31b": "h100-8x32 --with gradient-accumulation:steps=4",
     "glm-5": "h100-8x256 --with gradient-accumulation:steps=4",
     "glm4-9b": "h100-8x32",
     "glm4-9b-0414": "h100-8x32",
@@ -49,6 +51,7 @@ TARGETS = {
     "granite4-h-tiny": "h100-8x32",
     "helium1-2b": "h100-8x32",
     "hunyuan-7b": "h100-8x32",
+    "hunyuan-a13b": "h100-8x32 --set mesh.rules.vocab=[] --with gradient-accumulation:steps=4",
     "k-exaone": "h100-8x256",
     "kimi-k2": "h100-8x512",
     "kimi-linear-48b-a3b": "h100-8x64",
@@ -79,6 +82,9 @@ TARGETS = {
     "phi3-mini": "h100-8x32",
     "phi4": "h100-8x32",
     "pythia-1.4b": "h100-8x32",
+    "qwen2-57b-a14b": (
+        "h100-8x32 --set mesh.shape.fsdp=64 --set mesh.shape.tensor=4 --with gradient-accumulation:steps=4"
+    ),
     "qwen2.5-7b": "h100-8x32",
     "qwen3-30b-a3b": "h100-8x64",
     "qwen3-8b": "h100-8x32",
@@ -100,8 +106,7 @@ TPU_TARGETS = {
 """A TPU target that fits, by experiment."""
 UNPLANNED = frozenset(
     """
-    gemma4-26b-a4b gemma4-31b gemma4-e2b gemma4-e4b hunyuan-a13b nemotron-nano-9b-v2 nemotron3-nano-30b-a3b
-    qwen2-57b-a14b
+    gemma4-e2b gemma4-e4b nemotron-nano-9b-v2 nemotron3-nano-30b-a3b
     """.split()  # noqa: SIM905
 )
 """Experiments that were not compiled for any target yet."""

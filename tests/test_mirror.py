@@ -34,7 +34,6 @@ LARGE = 150
 
 TESTED_BY = {
     "axlearn_core.checkpoint.manifest": "core/checkpoint/test_base.py",
-    "axlearn_core.compose.functional": "core/nn/test_module_checks.py",
     "axlearn_core.compose.objective": "core/train/test_objective.py",
     "axlearn_core.run.checkpoints": "core/run/test_run.py",
     "axlearn_core.run.record": "core/train/test_api_run_dir.py",
