@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = ["pytester"]
+pytestmark = pytest.mark.style
 
 CONFTEST = Path(__file__).with_name("conftest.py")
 FUNCTION = """
