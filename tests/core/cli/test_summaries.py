@@ -50,7 +50,7 @@ def test_the_first_line_of_the_docstring(beans):
 
 
 def rounded(count: int) -> str:
-    unit, divisor = ("B", 1e9) if count >= 1e9 else ("M", 1e6)
+    unit, divisor = next((u, d) for u, d in (("T", 1e12), ("B", 1e9), ("M", 1e6)) if count >= d or u == "M")
     return f"{count / divisor:.3g}{unit}"
 
 

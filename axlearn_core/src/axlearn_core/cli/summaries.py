@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-_PARAMETERS = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?[MB]) parameters\b")
+_PARAMETERS = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?[MBT]) parameters\b")
 
 
 def summary(value: str) -> str | None:

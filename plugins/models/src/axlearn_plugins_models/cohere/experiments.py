@@ -8,7 +8,7 @@ from axlearn_plugins_models.llama.experiments import pretraining
 def command_r() -> Trainer.Config:
     """Pretrain Command R.
 
-    35.0B parameters. Sizes: huggingface.co/CohereLabs/c4ai-command-r-v01/blob/main/config.json.
+    35B parameters. Sizes: huggingface.co/CohereLabs/c4ai-command-r-v01/blob/main/config.json.
     """
     sizes = {
         "vocab_size": 256_000, "num_hidden_layers": 40, "hidden_size": 8192, "intermediate_size": 22_528,

@@ -21,7 +21,7 @@ def exaone4_1_2b() -> Trainer.Config:
 def exaone4_32b() -> Trainer.Config:
     """Pretrain EXAONE 4.0 32B, before its context is extended.
 
-    32.0B parameters. Sizes: huggingface.co/LGAI-EXAONE/EXAONE-4.0-32B/blob/main/config.json.
+    32B parameters. Sizes: huggingface.co/LGAI-EXAONE/EXAONE-4.0-32B/blob/main/config.json.
     """
     sizes = {
         "vocab_size": 102_400, "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 27_392, "head_dim": 128,

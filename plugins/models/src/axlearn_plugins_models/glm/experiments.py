@@ -14,7 +14,7 @@ SIZES = {
 def glm4_9b_chat() -> Trainer.Config:
     """Pretrain GLM-4-9B.
 
-    9.40B parameters. Sizes: huggingface.co/zai-org/glm-4-9b-hf/blob/main/config.json.
+    9.4B parameters. Sizes: huggingface.co/zai-org/glm-4-9b-hf/blob/main/config.json.
     """
     sizes = {
         **SIZES, "rms_norm_eps": 1.5625e-07,
@@ -25,7 +25,7 @@ def glm4_9b_chat() -> Trainer.Config:
 def glm4_9b_0414() -> Trainer.Config:
     """Pretrain GLM-4-9B-0414.
 
-    9.40B parameters. Sizes: huggingface.co/zai-org/GLM-4-9B-0414/blob/main/config.json.
+    9.4B parameters. Sizes: huggingface.co/zai-org/GLM-4-9B-0414/blob/main/config.json.
     """
     sizes = {
         **SIZES, "rms_norm_eps": 1e-5, "attention_bias": False,

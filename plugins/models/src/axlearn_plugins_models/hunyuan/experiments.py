@@ -8,7 +8,7 @@ from axlearn_plugins_models.llama.experiments import pretraining
 def hunyuan_7b() -> Trainer.Config:
     """Pretrain Hunyuan 7B.
 
-    7.50B parameters. Sizes: huggingface.co/tencent/Hunyuan-7B-Pretrain/blob/main/config.json.
+    7.5B parameters. Sizes: huggingface.co/tencent/Hunyuan-7B-Pretrain/blob/main/config.json.
     """
     sizes = {
         "vocab_size": 128_167, "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14_336, "head_dim": 128,

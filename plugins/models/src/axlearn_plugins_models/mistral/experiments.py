@@ -85,7 +85,7 @@ def ministral3_8b() -> Trainer.Config:
 def ministral3_14b() -> Trainer.Config:
     """Pretrain the text model of Ministral 3 14B.
 
-    13.51B parameters. Sizes: `text_config` of huggingface.co/mistralai/Ministral-3-14B-Base-2512/blob/main/config.json.
+    13.5B parameters. Sizes: `text_config` of huggingface.co/mistralai/Ministral-3-14B-Base-2512/blob/main/config.json.
     """
     sizes = {"num_hidden_layers": 40, "hidden_size": 5120, "intermediate_size": 16_384}
     return _ministral3(sizes, theta=1_000_000_000.0)

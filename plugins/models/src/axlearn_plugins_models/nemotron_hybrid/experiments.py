@@ -13,7 +13,7 @@ SIZES = {
 def nemotron_h_8b() -> Trainer.Config:
     """Pretrain Nemotron-H 8B, with Mamba-2 in 24 layers, attention in 4, and feed-forward layers in 24.
 
-    8.10B parameters. Sizes: huggingface.co/nvidia/Nemotron-H-8B-Base-8K/blob/main/config.json.
+    8.1B parameters. Sizes: huggingface.co/nvidia/Nemotron-H-8B-Base-8K/blob/main/config.json.
     """
     sizes = {
         "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "num_hidden_layers": 52,

@@ -8,7 +8,7 @@ from axlearn_plugins_models.llama.experiments import pretraining
 def olmo2_7b() -> Trainer.Config:
     """Pretrain OLMo 2 7B.
 
-    7.30B parameters. Sizes: huggingface.co/allenai/OLMo-2-1124-7B/blob/main/config.json.
+    7.3B parameters. Sizes: huggingface.co/allenai/OLMo-2-1124-7B/blob/main/config.json.
     """
     sizes = {
         "vocab_size": 100_352, "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11_008,
@@ -32,7 +32,7 @@ def olmo2_32b() -> Trainer.Config:
 def olmo3_7b() -> Trainer.Config:
     """Pretrain OLMo 3 7B, before its context is extended.
 
-    7.30B parameters. Sizes: huggingface.co/allenai/Olmo-3-1025-7B/blob/main/config.json.
+    7.3B parameters. Sizes: huggingface.co/allenai/Olmo-3-1025-7B/blob/main/config.json.
     """
     sizes = {
         "vocab_size": 100_278, "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11_008,

@@ -8,7 +8,7 @@ from axlearn_plugins_models.llama.experiments import pretraining
 def stablelm_3b() -> Trainer.Config:
     """Pretrain StableLM 3B on 4 trillion tokens.
 
-    2.80B parameters. Sizes: huggingface.co/stabilityai/stablelm-3b-4e1t/blob/main/config.json.
+    2.8B parameters. Sizes: huggingface.co/stabilityai/stablelm-3b-4e1t/blob/main/config.json.
     """
     sizes = {
         "vocab_size": 50_304, "num_hidden_layers": 32, "hidden_size": 2560, "intermediate_size": 6912,
