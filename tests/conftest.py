@@ -23,9 +23,6 @@ FUSION = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith(
 # Threads for eight virtual devices, as in `axlearn_core.compose.devices.configure_devices`. With one thread per device, they
 # can deadlock. On a busy machine, they may also wait for longer than XLA's limit of 40 seconds, after which it aborts.
 os.environ.setdefault("PJRT_NPROC", "64")
-# Every HTTP client loads all root certificates, in 20 ms, unless a directory is named to look them up in. No server here has one.
-os.environ.pop("SSL_CERT_FILE", None)
-os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent / "fixtures")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a path that does not exist may be a name on the hub
 PATIENT = " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 # By default, XLA splits a program into up to 32 parts and prepares LLVM for each of them. The test processes use all cores.

@@ -10,10 +10,10 @@ WHOLE = (
     "attention", "gated-delta-net", "gated-feed-forward", "latent-attention", "linear", "mixture-of-experts", "rms-norm",
     "transformer-layer",
 )  # fmt: skip
-"""Layers of which all tests are fast. Of the others, which share code with them, some are slow."""
+"""Layers that run all tests in the default suite. The others share code with them, so some of their tests are slow."""
 SLOW = ("test_outputs_are_finite[bfloat16]", "test_remat_*")
 RELATIVES = ("dropout-transformer-layer", "extended-transformer-layer", "mamba2", "parallel-transformer-layer")
-"""Layers whose tests on meshes are slow, too."""
+"""Layers that also run their mesh tests as slow tests."""
 
 for _name, _config in installed_parts.layers().items():
     _contract = find_contract(_config, CONTRACTS)

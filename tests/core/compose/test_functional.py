@@ -1,4 +1,4 @@
-"""Shapes come from the parameters, and values from the initializers."""
+"""Tests of `Functional`: abstract shapes, and initial values."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ SIZES = {"input_dims": (3,), "output_dims": (2,), "axes": ("embed", "mlp"), "pre
 
 @node
 class Fixed(Node[Initializer]):
-    """An initializer that returns one array, whatever it is asked for."""
+    """An initializer that ignores the requested shape and dtype."""
 
     dtype: str = "float32"
     size: int = 3

@@ -151,7 +151,7 @@ class Functional:
         """Initialize the parameters and the variables. Traceable.
 
         Raises:
-            ConfigError: If an initializer returns another shape or dtype than its parameter has.
+            ConfigError: If an initializer returns the wrong shape or dtype.
         """
         assert self._build is not None, "cannot initialize a model that is already built"
         _, state = nnx.split(self._build(key))
@@ -160,7 +160,7 @@ class Functional:
         if problems := [
             Problem(
                 path=f"model ({path})",
-                message="the initializer returns another array than the parameter",
+                message="the initializer returns the wrong shape or dtype",
                 got=f"{params[path].dtype} {params[path].shape}",
                 expected=f"{spec.dtype} {spec.shape}",
             )

@@ -77,7 +77,10 @@ def check_type(value: object, annotation: object, is_node: Callable[[Any], bool]
 
 
 def accepts_all(annotation: object, kind: type, is_node: Callable[[Any], bool]) -> bool:
-    """Return True if `check_type` surely returns each value of class `kind` unchanged. Only for nodes, None, int and bool."""
+    """Return True if `check_type` returns every value of class `kind` unchanged.
+
+    It returns False for classes other than nodes, None, int and bool, because it does not examine them.
+    """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return accepts_all(args[0], kind, is_node)

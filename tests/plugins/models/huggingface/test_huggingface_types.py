@@ -87,7 +87,7 @@ def test_adapters_start_from_the_model_and_learn(name):
     assert all(is_adapter(p) for p in changed)
 
 
-@pytest.mark.parametrize("name", _each(quick=()))  # the default suite has those of plugins/quantization
+@pytest.mark.parametrize("name", _each(quick=()))  # tests/plugins/quantization is faster
 def test_quantized_training_starts_near_the_model_and_learns(name):
     values, _, _ = losses(name, "quantization")
     first = expected_results(name)["losses"][0]
@@ -95,7 +95,7 @@ def test_quantized_training_starts_near_the_model_and_learns(name):
     assert values[-1] < values[0]
 
 
-@pytest.mark.parametrize("name", _each(quick=()))  # the default suite has those of plugins/quantization
+@pytest.mark.parametrize("name", _each(quick=()))  # tests/plugins/quantization is faster
 def test_integer_weights_compute_nearly_the_same(name):
     source, params, model, expected = loaded(name)
     config = weight_only_config(source.config, storage="int8", tile_size=None)

@@ -27,7 +27,7 @@ def published_model(model_type: str, config_json: Mapping[str, Any]) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _published_model(names: Registry, model_type: str, config_json: str) -> Any:
-    """Return the config for the plugins that are installed, which `names` stands for. It takes a twentieth of a second."""
+    """Return the config. Cached by registry, because other plugins may resolve the model differently."""
     resolved, unread = family(model_type).resolve({"model_type": model_type, **json.loads(config_json)})
     if unread:
         raise ValueError(f"the family {model_type!r} does not read these keys of config.json: {', '.join(unread)}")
