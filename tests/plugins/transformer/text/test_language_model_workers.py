@@ -96,6 +96,44 @@ def alive(pid):
         return False
 
 
+ORPHAN = """
+    import multiprocessing
+    import os
+    import signal
+    import sys
+    import time
+    from pathlib import Path
+
+    def work(folder):
+        from axlearn_plugins_transformer.text.pipeline import start_worker
+
+        os.kill(os.getppid(), signal.SIGKILL)
+        while os.getppid() == int(Path(folder, "parent").read_text()):
+            time.sleep(0.01)
+        start_worker(str(Path(folder, "worker")), 0, 1)
+        time.sleep(600)
+
+    if __name__ == "__main__":
+        Path(sys.argv[1], "parent").write_text(str(os.getpid()))
+        multiprocessing.get_context("spawn").Process(target=work, args=sys.argv[1:]).start()
+        time.sleep(600)
+"""
+
+
+def test_a_worker_ends_if_its_parent_was_killed_while_it_started(tmp_path):
+    script, pid_file = tmp_path / "orphan.py", tmp_path / "worker"
+    script.write_text(textwrap.dedent(ORPHAN))
+    # The worker keeps the pipe open until it ends.
+    with subprocess.Popen([sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE) as process:
+        process.wait(60)
+        try:
+            process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
+            raise
+    assert pid_file.exists()
+
+
 def test_threads_end_when_a_stream_is_closed_dropped_or_exhausted(corpus):
     def grain_threads():
         return [t for t in threading.enumerate() if t.name.startswith("grain")]

@@ -10,11 +10,11 @@ Legend: S sequence length, T tokens of a document.
 """
 
 import functools
+import multiprocessing
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -434,18 +434,19 @@ class _ShardsIterator(grain.DatasetIterator):
 def start_worker(pid_file: str, index: int, count: int) -> None:
     """Initialize a Grain worker process.
 
-    The worker exits when its parent process is gone, even after `kill -9`. Write the process id to `pid_file`.
+    The worker exits when its parent process is gone, even if the parent was killed before this call. Write the process id to
+    `pid_file`.
     """
     with open(pid_file, "w") as file:
         file.write(str(os.getpid()))
     use_cpu(override=True)  # Grain imports JAX, but workers must not use a device
     disable_tokenizer_threads()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
-    parent = os.getppid()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=watch, name="axlearn-parent-watch", daemon=True).start()
