@@ -7,7 +7,7 @@ import click
 from axlearn_core.cli.common import json_option, no_devices, print_json, print_table
 from axlearn_core.cli.main import Group
 from axlearn_core.cli.terminal import echo
-from axlearn_core.plugins.registry import GROUPS, Entry, registry
+from axlearn_core.plugins.registry import GROUPS, Entry, registry, singular
 
 
 @click.group()
@@ -79,7 +79,7 @@ def list_plugins(as_json: bool) -> None:
         return
     for row in rows:
         row["registers"] = ", ".join(
-            f"{len(row[g])} {g if len(row[g]) > 1 else g.removesuffix('s')}" for g in GROUPS if row[g]
+            f"{len(row[g])} {g.replace('_', ' ') if len(row[g]) > 1 else singular(g)}" for g in GROUPS if row[g]
         )
     print_table(rows, ("name", "version", "registers"))
 

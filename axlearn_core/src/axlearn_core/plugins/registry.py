@@ -30,7 +30,17 @@ if TYPE_CHECKING:
 CORE = "axlearn-core"
 BLOCK = "AXLEARN_PLUGINS"
 Group = Literal[
-    "plugins", "components", "features", "experiments", "commands", "options", "functions", "launchers", "properties"
+    "plugins",
+    "components",
+    "features",
+    "experiments",
+    "commands",
+    "options",
+    "functions",
+    "launchers",
+    "properties",
+    "reasoning_parsers",
+    "tool_parsers",
 ]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
@@ -172,7 +182,7 @@ class Registry:
         claims = sorted(self.claims[group].get(name, ()), key=lambda e: e.distribution)
         if len(claims) < 2:
             return None
-        lines = [f"{len(claims)} distributions register the {_singular(group)} {name!r}:"]
+        lines = [f"{len(claims)} distributions register the {singular(group)} {name!r}:"]
         lines += [f"    {e.origin}: {e.value}" for e in claims]
         lines.append(f"    fix: uninstall one of them, or block one: {BLOCK}=-{claims[-1].distribution}")
         return PluginError("\n".join(lines))
@@ -217,7 +227,7 @@ class Registry:
         for entry in self.blocked:
             if (entry.group, entry.name) == (group, name):
                 raise RequestError(
-                    f"the {_singular(group)} {name!r} of {entry.origin} is blocked by {BLOCK}\n    fix: remove it from {BLOCK}"
+                    f"the {singular(group)} {name!r} of {entry.origin} is blocked by {BLOCK}\n    fix: remove it from {BLOCK}"
                 )
         if group == "components" and ":" in name:
             raise RequestError(
@@ -232,9 +242,11 @@ class Registry:
             "launchers": "axlearn plugins list",
             "options": "axlearn plugins list",
             "properties": "axlearn plugins list",
+            "reasoning_parsers": "axlearn plugins list",
+            "tool_parsers": "axlearn plugins list",
             "commands": "axlearn --help",
         }.get(group, f"axlearn {group} list")
-        raise unknown_name_error(_singular(group), group, name, [*self.claims[group]], listing)
+        raise unknown_name_error(singular(group), group, name, [*self.claims[group]], listing)
 
     def experiment(self, name: str) -> "Node[Any]":
         """Return the config of an experiment by name. If the root config has a name field, set it to the name."""
@@ -330,8 +342,10 @@ def _top_package(name: str) -> str:
     return name.partition(":")[0].partition(".")[0]
 
 
-def _singular(group: str) -> str:
-    return group.removesuffix("ies") + "y" if group.endswith("ies") else group.removesuffix("s")
+def singular(group: str) -> str:
+    """Return the name of one entry of a group, such as `tool parser`."""
+    name = group.replace("_", " ")
+    return name.removesuffix("ies") + "y" if name.endswith("ies") else name.removesuffix("s")
 
 
 def _parse_blocks(text: str) -> frozenset[str]:

@@ -38,6 +38,8 @@ def examine(names: Registry) -> Iterator[Finding]:
         "functions": lambda entry: entry.load(),
         "launchers": lambda entry: entry.load(),
         "properties": lambda entry: entry.load(),
+        "reasoning_parsers": lambda entry: entry.load(),
+        "tool_parsers": lambda entry: entry.load(),
         "features": lambda entry: names.feature(entry.name),
         "experiments": lambda entry: names.experiment(entry.name),
         "components": lambda entry: names.component(entry.name),

@@ -1,0 +1,1 @@
+"""Parsers that find reasoning and tool calls in a model's output."""
