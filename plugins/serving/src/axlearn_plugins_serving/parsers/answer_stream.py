@@ -193,6 +193,12 @@ class AnswerStream:
         yield from self.match(pattern, parts.append)
         return "".join(parts)
 
+    def read_count(self, count: int) -> Steps[str]:
+        """Read and return the next characters. There are fewer at the end of the output."""
+        while len(self._buffer) - self._at < count and not self.ended:
+            yield
+        return self.take(min(count, len(self._buffer) - self._at))
+
     def until(self, markers: Markers, sink: Sink) -> Steps[str]:
         """Read text up to the next marker. Return the marker without reading it, or an empty string at the end."""
         while True:

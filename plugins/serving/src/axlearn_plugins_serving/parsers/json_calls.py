@@ -12,6 +12,7 @@ from axlearn_plugins_serving.parsers.marked_calls import MarkedCalls
 
 _ARGUMENTS = ("arguments", "parameters")
 _MISTRAL_NAME = re.compile(r"[^\s\[\]{}\"]*")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a character, which cannot be encoded
 _MISTRAL_ID = re.compile(r"[0-9A-Za-z]*")
 
 
@@ -22,17 +23,25 @@ def read_json_object(stream: AnswerStream) -> Steps[None]:
     yield from stream.json(stream.arguments)
 
 
-class _CallObject:
-    """Reads an object with the members `name` and `arguments`, in any order.
+def read_call_object(stream: AnswerStream, *, strict: bool = False, own_ids: bool = False) -> Steps[None]:
+    """Read an object with the members `name` and `arguments`, in any order, and write the call.
 
     Args:
         stream: The output.
         strict: Whether other members are errors, and the arguments are required. A format whose markers are optional uses this
             to tell calls from other JSON text.
-        new_id: Returns the id for a call.
-    """
+        own_ids: Whether to choose ids that Mistral's templates accept.
 
-    def __init__(self, stream: AnswerStream, *, strict: bool = False, own_ids: bool = False):
+    Raises:
+        Malformed: If there is another value.
+    """
+    yield from _CallObject(stream, strict, own_ids).read()
+
+
+class _CallObject:
+    """State of `read_call_object`."""
+
+    def __init__(self, stream: AnswerStream, strict: bool, own_ids: bool):
         self._stream, self._strict, self._own_ids = stream, strict, own_ids
         self._named = self._has_arguments = False
         self._arguments: list[str] = []
@@ -77,7 +86,7 @@ class _CallObject:
             yield from self._stream.json(write)
         elif first == '"':  # some models encode the arguments twice
             text = (yield from self._stream.json_string()).strip()
-            if not text.startswith("{") or not is_json(text):
+            if not text.startswith("{") or not is_json(text) or _SURROGATE.search(text):
                 raise Malformed
             write(text)
         else:
@@ -94,7 +103,7 @@ def _read_array(stream: AnswerStream, *, own_ids: bool = False) -> Steps[None]:
     yield from stream.expect("[")
     while True:
         yield from stream.space()
-        yield from _CallObject(stream, own_ids=own_ids).read()
+        yield from read_call_object(stream, own_ids=own_ids)
         stream.commit()
         yield from stream.space()
         if not (yield from stream.accept(",")):
@@ -114,17 +123,17 @@ class Hermes(MarkedCalls):
 
     def matches(self, template: str) -> bool:
         """See `ToolFormat.matches`."""
-        other = ("<function=", "<arg_key>", "```json", "<|tool_call|>", "<seed:")
+        other = ("<function=", "<arg_key>", "```json", "<|tool_call|>", "<invoke name=", "<tool_calls>")
         return "<tool_call>" in template and "arguments" in template and not any(text in template for text in other)
 
     def read_call(self, stream: AnswerStream) -> Steps[None]:
         """See `MarkedCalls.read_call`."""
         yield from stream.space()
-        yield from _CallObject(stream).read()
+        yield from read_call_object(stream)
         yield from stream.space()
 
 
-class _SequentialFormat(ToolFormat):
+class SequentialFormat(ToolFormat):
     """A format whose calls begin with `marker`."""
 
     marker: ClassVar[str]
@@ -153,7 +162,7 @@ class _SequentialFormat(ToolFormat):
         raise NotImplementedError
 
 
-class Llama3(_SequentialFormat):
+class Llama3(SequentialFormat):
     """`{"name": NAME, "parameters": {...}}`, as in Llama 3.1 to 3.3.
 
     A call begins the output, or follows `<|python_tag|>`. Calls are separated by semicolons.
@@ -168,7 +177,7 @@ class Llama3(_SequentialFormat):
         return llama and '"parameters": ' in template
 
     def read(self, stream: AnswerStream) -> Steps[None]:
-        """See `_SequentialFormat.read`."""
+        """See `SequentialFormat.read`."""
         leading = yield from stream.read(re.compile(r"\s*"))
         stream.text(leading)
         if (yield from stream.peek()) == "{":
@@ -176,11 +185,11 @@ class Llama3(_SequentialFormat):
         yield from super().read(stream)
 
     def read_calls(self, stream: AnswerStream) -> Steps[None]:
-        """See `_SequentialFormat.read_calls`."""
+        """See `SequentialFormat.read_calls`."""
         yield from stream.accept(self.marker)
         while True:
             yield from stream.space()
-            yield from _CallObject(stream, strict=True).read()
+            yield from read_call_object(stream, strict=True)
             stream.commit()
             yield from stream.space()
             if not (yield from stream.accept(";")):
@@ -191,7 +200,7 @@ class Llama3(_SequentialFormat):
             stream.begin()
 
 
-class Mistral(_SequentialFormat):
+class Mistral(SequentialFormat):
     """`[TOOL_CALLS][{"name": NAME, "arguments": {...}}]` and `[TOOL_CALLS]NAME[ARGS]{...}`.
 
     The templates accept only ids of nine letters and digits, so the format chooses the ids.
@@ -205,7 +214,7 @@ class Mistral(_SequentialFormat):
         return self.marker in template
 
     def read_calls(self, stream: AnswerStream) -> Steps[None]:
-        """See `_SequentialFormat.read_calls`."""
+        """See `SequentialFormat.read_calls`."""
         yield from stream.expect(self.marker)
         yield from stream.space()
         first = yield from stream.peek()
@@ -213,7 +222,7 @@ class Mistral(_SequentialFormat):
             yield from _read_array(stream, own_ids=True)
             return
         if first == "{":
-            yield from _CallObject(stream, own_ids=True).read()
+            yield from read_call_object(stream, own_ids=True)
         else:
             yield from self._read_named(stream)
         stream.commit()
@@ -229,11 +238,11 @@ class Mistral(_SequentialFormat):
         yield from stream.space()
         if not name or (yield from stream.peek()) != "{":
             raise Malformed
-        stream.start(name, call_id or new_mistral_id())
+        stream.start(name, call_id if len(call_id) == 9 else new_mistral_id())
         yield from read_json_object(stream)
 
 
-class Granite(_SequentialFormat):
+class Granite(SequentialFormat):
     """`<|tool_call|>[{"name": NAME, "arguments": {...}}]`, as in Granite 3."""
 
     special_tokens = ("<|tool_call|>",)
@@ -244,7 +253,7 @@ class Granite(_SequentialFormat):
         return "<|start_of_role|>" in template and self.marker in template
 
     def read_calls(self, stream: AnswerStream) -> Steps[None]:
-        """See `_SequentialFormat.read_calls`."""
+        """See `SequentialFormat.read_calls`."""
         yield from stream.expect(self.marker)
         yield from stream.space()
         yield from _read_array(stream)

@@ -1,6 +1,7 @@
 """`MarkedCalls`: the base of formats that enclose each call in markers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import ClassVar
 
 from axlearn_plugins_serving.parsers.answer_formats import Function, Parser, ToolFormat
@@ -13,14 +14,14 @@ class MarkedCalls(ToolFormat):
     Subclasses set the attributes and implement `read_call`.
 
     Attributes:
-        section: Markers at the beginning and the end of consecutive calls, or None if there are none.
+        sections: Markers at the end of consecutive calls, by the markers at their beginning.
         section_required: Whether calls outside of a section are text.
         call: Markers at the beginning and the end of a call.
         end_required: Whether a call at the end of the output needs its last marker. If the format shows the end of the arguments in
             another way, the marker may be missing, because some models stop before it.
     """
 
-    section: ClassVar[tuple[str, str] | None] = None
+    sections: ClassVar[Mapping[str, str]] = MappingProxyType({})
     section_required: ClassVar[bool] = False
     call: ClassVar[tuple[str, str]]
     end_required: ClassVar[bool] = False
@@ -38,33 +39,35 @@ class MarkedCalls(ToolFormat):
         raise NotImplementedError
 
     def _read(self, stream: AnswerStream) -> Steps[None]:
-        section = self.section[0] if self.section else ""
-        markers = Markers(*filter(None, [section, "" if section and self.section_required else self.call[0]]))
+        starts = [*self.sections, *(() if self.section_required else (self.call[0],))]
+        markers = Markers(*starts)
         while marker := (yield from stream.until(markers, stream.text)):
             stream.begin()
             try:
-                yield from self._read_calls(stream, marker == section)
+                if marker in self.sections:
+                    yield from self._read_section(stream, marker)
+                else:
+                    yield from self._read_call(stream)
             except Malformed:
                 stream.fail()
             stream.leave()
 
-    def _read_calls(self, stream: AnswerStream, in_section: bool) -> Steps[None]:
-        if self.section and in_section:
-            yield from stream.expect(self.section[0])
-            yield from stream.space()
+    def _read_section(self, stream: AnswerStream, marker: str) -> Steps[None]:
+        yield from stream.expect(marker)
+        yield from stream.space()
         while True:
-            yield from stream.expect(self.call[0])
-            yield from self.read_call(stream)
-            if self.end_required:
-                yield from stream.expect(self.call[1])
-            else:
-                yield from stream.expect_or_end(self.call[1])
-            stream.commit()
-            if not in_section or not self.section:
-                return
+            yield from self._read_call(stream)
             yield from stream.space()
-            if (yield from stream.accept(self.section[1])):
-                return
             if not (yield from stream.starts_with(self.call[0])):
-                return
+                break
             stream.begin()
+        yield from stream.accept(self.sections[marker])
+
+    def _read_call(self, stream: AnswerStream) -> Steps[None]:
+        yield from stream.expect(self.call[0])
+        yield from self.read_call(stream)
+        if self.end_required:
+            yield from stream.expect(self.call[1])
+        else:
+            yield from stream.expect_or_end(self.call[1])
+        stream.commit()

@@ -7,7 +7,7 @@ from axlearn_plugins_serving.parsers.answer_stream import AnswerStream, Markers,
 
 _SPACE = re.compile(r"\s*")
 _NEWLINES = re.compile(r"[\r\n]*")
-_TURN = re.compile(r"<[|｜]|[|｜]>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>|\]~|\[e~\[")
+_TURN = re.compile(r"<[|\uff5c]|[|\uff5c]>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>|\]~|\[e~\[")
 """Markers of turns. Text after one of them does not continue the reasoning before it."""
 
 
