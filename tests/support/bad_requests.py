@@ -4,7 +4,11 @@ import json
 
 import attrs
 
-TEXT, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+TEXT, CHAT, RESPONSE, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+NAMED_G = {"type": "function", "function": {"name": "g"}}
+USER_EMPTY = {"role": "user", "content": ""}
+IMAGE_BLOCK = b'{"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}'
 
 
 @attrs.frozen
@@ -33,6 +37,12 @@ def text(name, says="", param=None, status=400, **fields):
 def chat(name, says="", param=None, status=400, **fields):
     body = {"messages": [{"role": "user", "content": "a"}]} | fields
     return Bad(name, CHAT, json.dumps(body).encode(), status, says, param)
+
+
+def called(arguments):
+    """Return messages with a tool call."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "assistant", "tool_calls": [call]}]
 
 
 def raw(name, content, says="", path=TEXT, **options):
@@ -132,8 +142,8 @@ BAD = (
     chat("content-number", "", "messages[0].content", messages=[{"role": "user", "content": 1}]),
     chat(
         "image",
-        "image_url",
-        "messages[0].content[0].type",
+        "this model reads only text",
+        "messages[0].content[0]",
         messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
     ),
     chat("context", "context has 256 tokens", "messages", messages=[{"role": "user", "content": "a" * 300}]),
@@ -142,7 +152,17 @@ BAD = (
     chat("max-tokens-zero", "", "max_completion_tokens", max_completion_tokens=0),
     chat("tools-text", "", "tools", tools="x"),
     chat("tool-type", "", "tools[0].type", tools=[{"type": "web_search", "function": {"name": "f"}}]),
-    chat("tool-choice", "", "tool_choice", tool_choice="required"),
+    chat("tool-choice", "has no tools", "tool_choice", tool_choice="required"),
+    chat("tool-named", "no tool has the name 'g'; the request has f", "tool_choice", tools=TOOLS, tool_choice=NAMED_G),
+    chat("tool-twice", "two tools have the name 'f'", "tools", tools=TOOLS * 2),
+    chat("tools-ignored", "does not show tools", "tools", tools=TOOLS),
+    chat("arguments", "not JSON", "messages[0].tool_calls[0].function.arguments", messages=called('{"a": ')),
+    chat("arguments-list", "not a JSON object", messages=called("[1]")),
+    chat("legacy-call", "send tool_calls", messages=[{"role": "assistant", "function_call": {"name": "f"}}]),
+    chat("effort", "cannot change the reasoning", "reasoning_effort", reasoning_effort="high"),
+    chat("budget", "--reasoning-parser", "thinking_token_budget", thinking_token_budget=5),
+    chat("options", "set by the server", "chat_template_kwargs", chat_template_kwargs={"messages": []}),
+    chat("continue", "has no text to continue", "messages", messages=[USER_EMPTY], continue_final_message=True),
     chat("store", "", "store", store=True),
     chat("format", "", response_format={"type": "xml"}),
     chat("format-text", "", response_format="json"),
@@ -155,7 +175,17 @@ BAD = (
     schema("schema-pattern", {"type": "string", "pattern": "(a"}, "cannot be used"),
     schema("schema-huge", {"type": "string", "enum": ["a" * 100_000]}, "characters"),
     Bad("response-previous", RESPONSE, b'{"input": "a", "previous_response_id": "x"}', param="previous_response_id"),
-    Bad("response-store", RESPONSE, b'{"input": "a", "store": true}', says="does not store responses", param="store"),
+    Bad(
+        "response-expired",
+        RESPONSE,
+        b'{"input": "a", "previous_response_id": "resp_1"}',
+        says="no stored response has the id 'resp_1'",
+        param="previous_response_id",
+    ),
+    Bad("response-item", RESPONSE, b'{"input": [{"type": "computer_call"}]}', says="not supported", param="input[0]"),
+    Bad("response-background", RESPONSE, b'{"input": "a", "background": true}', says="needs store"),
+    Bad("message-image", MESSAGES, IMAGE_BLOCK, says="reads only text", param=None),
+    Bad("message-max-tokens", MESSAGES, b'{"messages": [{"role": "user", "content": "a"}]}', says="max_tokens"),
     Bad("response-input", RESPONSE, b'{"input": 3}', param="input"),
     Bad("response-empty", RESPONSE, b'{"input": []}', param="input"),
     Bad("response-tokens", RESPONSE, b'{"input": "a", "max_output_tokens": 0}', param="max_output_tokens"),

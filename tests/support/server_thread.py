@@ -54,13 +54,16 @@ def serving(
     log_requests=False,
     name="tiny",
     adapters=(),
+    tool_parser=None,
+    reasoning_parser=None,
     **thread,
 ):
     """Run a server, stop it, and check that the engine was closed and all blocks were freed."""
     tokenizer = tokenizer or ByteTokenizer.Config().build()
     chat = ChatTemplate.Config() if template == "plain" else template and template.config
     text = TextProcessor.Config(template=chat).build(tokenizer=tokenizer)
-    service = Service(EngineThread(engine, **thread), text, name, adapters=adapters)
+    parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
+    service = Service(EngineThread(engine, **thread), text, name, adapters=adapters, **parsers)
     listener = bind("127.0.0.1", 0)
     running = Running(service, listener)
     ready = threading.Event()

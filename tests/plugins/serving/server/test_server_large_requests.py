@@ -10,7 +10,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from axlearn_plugins_serving.server import body_check, memory_return, schemas, text_pool
+from axlearn_plugins_serving.server import body_check, memory_return, message_schemas, schemas, text_pool
 from axlearn_plugins_serving.server.api_errors import ApiError, parse_body
 from axlearn_plugins_serving.server.body_check import BodyCheck, count_values
 from axlearn_plugins_serving.server.limits import ServerLimits
@@ -60,7 +60,7 @@ def post(server, path, **body):
         ("/v1/completions", {"prompt": "é" * 2049}, "prompt"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 3000}]}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 90}] * 40}, "messages"),
-        ("/v1/responses", {"input": "a" * 300_000}, "messages"),
+        ("/v1/responses", {"input": "a" * 300_000}, "input"),
     ],
 )
 def test_a_text_that_no_context_holds_is_not_tokenized(server, calls, path, body, param):
@@ -133,9 +133,9 @@ def test_a_conversation_is_rendered_off_the_event_loop(server, monkeypatch):
         return render(*args, **options)
 
     monkeypatch.setattr(server.service.text.template, "render", spied)
-    tools = [{"type": "function", "function": {"name": "f", "description": "a" * 5000}}]
+    ignored = {"role": "user", "content": "a", "annotations": ["a" * 5000]}
     post(server, "/v1/chat/completions", messages=[USER], max_tokens=1)
-    post(server, "/v1/chat/completions", messages=[USER], max_tokens=1, tools=tools)
+    post(server, "/v1/chat/completions", messages=[ignored], max_tokens=1)
     assert [name.rpartition("_")[0] or name for name in names] == ["server", "text"]
 
 
@@ -193,7 +193,9 @@ def test_tools_that_take_long_to_write_are_refused(count, numbers):
     chat = {"messages": [USER], "tools": [{"type": "function", "function": f} for f in tools(count, numbers)]}
     response = {"input": "a", "tools": [{"type": "function", **f} for f in tools(count, numbers)]}
     for model, body in ((schemas.ChatRequest, chat), (schemas.ResponseRequest, response)):
-        with pytest.raises(ApiError, match=f"tools: .* more than {schemas.MAX_TOOLS} characters; shorten") as caught:
+        with pytest.raises(
+            ApiError, match=f"tools: .* more than {message_schemas.MAX_TOOLS} characters; shorten"
+        ) as caught:
             parse_body(model, json.dumps(body).encode())
         assert (caught.value.code, caught.value.param) == ("invalid_tools", "tools")
 

@@ -89,7 +89,7 @@ class Worker:
                 if transfer is not None:
                     read_prefix(self.engine, request.prompt, request.adapter, transfer)
                 if grammar is not None:
-                    request = attrs.evolve(request, constraint=self._grammars.constrain(grammar))
+                    request = attrs.evolve(request, constraint=self._grammars.rebuild(grammar))
                 self._add(request)
             case Abort(id):
                 self._prefills.pop(id, None)

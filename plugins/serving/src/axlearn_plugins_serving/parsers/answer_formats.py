@@ -91,12 +91,18 @@ class ReasoningFormat:
     Attributes:
         special_tokens: Spellings of special tokens that the parser reads. Other special tokens are left out of the output.
         start: Text that begins the reasoning, such as `<think>`.
-        stop: Text that ends the reasoning, such as `</think>`. Constraints of the output apply after it.
+        stop: Text that ends the reasoning, such as `</think>`.
+        opening: Text that begins an output that does not start with the answer. None stands for `start`.
+        closing: Text after which the answer begins. None stands for `stop`. Constraints of the output apply after it.
+        ending: Text that ends the reasoning and begins the answer, for reasoning that is too long. None stands for `stop`.
     """
 
     special_tokens: ClassVar[tuple[str, ...]] = ()
     start: ClassVar[str] = ""
     stop: ClassVar[str] = ""
+    opening: ClassVar[str | None] = None
+    closing: ClassVar[str | None] = None
+    ending: ClassVar[str | None] = None
 
     def matches(self, template: str) -> bool:
         """Return True if models with this chat template reason in this format."""
@@ -120,13 +126,22 @@ class ToolFormat:
 
     Attributes:
         special_tokens: Spellings of special tokens that the parser reads. Other special tokens are left out of the output.
+        frames_text: Whether the model also frames its text, so that the parser must read every answer (Harmony).
     """
 
     special_tokens: ClassVar[tuple[str, ...]] = ()
+    frames_text: ClassVar[bool] = False
 
     def matches(self, template: str) -> bool:
         """Return True if models with this chat template call tools in this format."""
         raise NotImplementedError
+
+    def call_start(self) -> str:
+        """Return the text that begins the first call, such as `<tool_call>`, or an empty string if there is no such text.
+
+        If a request offers tools and asks for JSON, the model may begin a call instead of the JSON.
+        """
+        return ""
 
     def new(self, functions: Sequence[Function], *, stream: bool) -> Parser:
         """Return a parser for an output, without its reasoning.

@@ -56,6 +56,9 @@ class HarmonyReasoning(ReasoningFormat):
     special_tokens = TOKENS
     start = f"{CHANNEL}analysis{MESSAGE}"
     stop = END
+    opening = CHANNEL
+    closing = f"{CHANNEL}final{MESSAGE}"
+    ending = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
 
     def matches(self, template: str) -> bool:
         """See `ReasoningFormat.matches`."""
@@ -87,6 +90,7 @@ class Harmony(ToolFormat):
     """Calls and answers of gpt-oss. The text has no markers, so the format is also needed without tools."""
 
     special_tokens = TOKENS
+    frames_text = True
 
     def matches(self, template: str) -> bool:
         """See `ToolFormat.matches`."""

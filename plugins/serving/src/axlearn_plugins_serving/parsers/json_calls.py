@@ -138,6 +138,10 @@ class SequentialFormat(ToolFormat):
 
     marker: ClassVar[str]
 
+    def call_start(self) -> str:
+        """See `ToolFormat.call_start`."""
+        return self.marker
+
     def new(self, functions: Sequence[Function], *, stream: bool) -> Parser:
         """See `ToolFormat.new`."""
         return StreamParser(self.read, functions, stream=stream)

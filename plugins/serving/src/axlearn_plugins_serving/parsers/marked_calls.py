@@ -26,6 +26,10 @@ class MarkedCalls(ToolFormat):
     call: ClassVar[tuple[str, str]]
     end_required: ClassVar[bool] = False
 
+    def call_start(self) -> str:
+        """See `ToolFormat.call_start`."""
+        return next(iter(self.sections), self.call[0])
+
     def new(self, functions: Sequence[Function], *, stream: bool) -> Parser:
         """See `ToolFormat.new`."""
         return StreamParser(self._read, functions, stream=stream)

@@ -20,6 +20,8 @@ _WITHOUT_VALUE = frozenset(
         "too_many_entries",
         "invalid_json_schema",
         "invalid_tools",
+        "unsupported_content",
+        "unsupported_item",
     }
 )
 """Types of validation errors whose message does not need the value."""

@@ -4,17 +4,24 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from axlearn_plugins_serving.server import endpoints
+from axlearn_plugins_serving.server import anthropic_messages, endpoints
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.chat import chat_completions
 from axlearn_plugins_serving.server.completions import completions
 from axlearn_plugins_serving.server.http import error_response
 from axlearn_plugins_serving.server.limits import LimitRequests, ServerLimits
-from axlearn_plugins_serving.server.responses import create_response
+from axlearn_plugins_serving.server.responses import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    list_input_items,
+    read_response,
+)
 from axlearn_plugins_serving.server.service import Service
 
 _HINTS = {404: "no such path; /openapi.json lists the paths", 405: "this path does not support the method"}
@@ -36,6 +43,13 @@ def create_app(service: Service, limits: ServerLimits | None = None) -> Starlett
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/responses", create_response, methods=["POST"]),
+        Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
+        Route("/v1/responses/{id}", read_response),
+        Route("/v1/responses/{id}", delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", list_input_items),
+        Route("/v1/responses/{id}/cancel", cancel_response, methods=["POST"]),
+        Route(anthropic_messages.PATH, anthropic_messages.create_message, methods=["POST"]),
+        Route(f"{anthropic_messages.PATH}/count_tokens", anthropic_messages.count_message_tokens, methods=["POST"]),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
     ]
@@ -55,17 +69,23 @@ def create_app(service: Service, limits: ServerLimits | None = None) -> Starlett
 
 async def _api_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    return _error_response(request, error)
+
+
+def _error_response(request: HttpRequest, error: ApiError) -> Response:
+    if request.url.path.startswith(anthropic_messages.PATH):
+        return JSONResponse(anthropic_messages.anthropic_error(error), error.status, error.headers)
     return error_response(error)
 
 
 async def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = _HINTS.get(error.status_code, error.detail)
-    return error_response(ApiError(error.status_code, message, headers=error.headers))
+    return _error_response(request, ApiError(error.status_code, message, headers=error.headers))
 
 
 async def _handle_unexpected(request: HttpRequest, error: Exception) -> Response:
-    return error_response(ApiError(500, "internal server error; see the server's log", code="internal_error"))
+    return _error_response(request, ApiError(500, "internal server error; see the server's log", code="internal_error"))
 
 
 class _CountResponses:

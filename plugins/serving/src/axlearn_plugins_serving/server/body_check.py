@@ -9,6 +9,7 @@ body, and answers each with a line: {} if the body is valid, else the fields of 
 """
 
 import json
+import pkgutil
 import resource
 import selectors
 import subprocess
@@ -19,7 +20,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from axlearn_plugins_serving.server import schemas
 from axlearn_plugins_serving.server.api_errors import ApiError, parse_body
 from axlearn_plugins_serving.server.memory_return import return_memory
 
@@ -61,7 +61,7 @@ class BodyCheck:
         """
         if count_values(body) >= MANY:
             with self._lock:
-                answer = self._ask(model.__name__, body)
+                answer = self._ask(f"{model.__module__}:{model.__qualname__}", body)
             if answer:
                 raise ApiError(**answer)
         return parse_body(model, body, context=self._context)
@@ -118,7 +118,7 @@ def main() -> None:
         body = sys.stdin.buffer.read(head["bytes"])
         answer: dict[str, Any] = {}
         try:
-            parse_body(getattr(schemas, head["model"]), body, context=head["context"])
+            parse_body(pkgutil.resolve_name(head["model"]), body, context=head["context"])
         except ApiError as error:
             answer = {"status": error.status, "message": error.message, "param": error.param, "code": error.code}
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")

@@ -1,17 +1,22 @@
 """`POST /v1/chat/completions`."""
 
+import collections
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import attrs
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from axlearn_plugins_serving.parsers.answer_formats import CallArguments, CallStart, Piece, Reasoning
+from axlearn_plugins_serving.server.answer_blocks import AnswerBlocks, new_call_id
+from axlearn_plugins_serving.server.answer_reader import new_reader
+from axlearn_plugins_serving.server.conversation import Conversation, choose_tools
 from axlearn_plugins_serving.server.http import DONE, EventStream, UsageReport, event, read_json, respond
 from axlearn_plugins_serving.server.logprobs import chat_logprobs
-from axlearn_plugins_serving.server.prompt_job import Delta, Job
-from axlearn_plugins_serving.server.schemas import ChatRequest, Message, Tool
+from axlearn_plugins_serving.server.prompt_job import Choice, Job, ScoredToken
+from axlearn_plugins_serving.server.schemas import ChatRequest, TokenizeRequest
 from axlearn_plugins_serving.server.service import Service
 
 
@@ -20,12 +25,14 @@ async def chat_completions(request: HttpRequest) -> Response:
     service: Service = request.app.state.service
     body = await read_json(ChatRequest, request)
     service.adapter(body.model)
-    prompt = await service.render(lambda: _conversation(body), len(await request.body()))
+    conversation = chat_conversation(body)
+    prompt = await service.render(conversation, len(await request.body()))
     job = await service.submit(
-        [prompt],
+        [prompt.tokens],
         body,
         max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        reader=new_reader(service.formats, conversation, prompt.text, stream=bool(body.stream)),
         param="messages",
     )
     answers = _Answers(service, body, job)
@@ -34,26 +41,31 @@ async def chat_completions(request: HttpRequest) -> Response:
     return await respond(request, answers.answer(), job)
 
 
-def _conversation(body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    return template_input(body.messages, body.tools if body.tool_choice != "none" else None)
+def chat_conversation(body: ChatRequest) -> Conversation:
+    """Return the conversation of a request.
 
-
-def template_input(
-    messages: Sequence[Message], tools: Sequence[Tool] | None
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Return the messages, and the tools or None, as the client sent them.
-
-    The chat template normalizes them.
+    Raises:
+        ApiError: 400 if `tool_choice` needs a tool that the request does not have.
     """
-    return [template_message(message) for message in messages], [tool.sent for tool in tools or ()] or None
+    return Conversation(
+        messages=[message.template_fields for message in body.messages],
+        use=choose_tools([tool.sent for tool in body.tools or ()], body.tool_choice, body.parallel_tool_calls),
+        options=body.chat_template_kwargs or {},
+        prompt=body.add_generation_prompt is not False,
+        continues=bool(body.continue_final_message),
+        effort=body.reasoning_effort,
+        budget=body.thinking_token_budget,
+    )
 
 
-def template_message(message: Message) -> dict[str, Any]:
-    """Return a message as the client sent it.
-
-    `normalize_messages` converts it to what templates expect.
-    """
-    return message.sent
+def tokenize_conversation(body: TokenizeRequest) -> Conversation:
+    """Return the conversation of a request to `/tokenize`."""
+    return Conversation(
+        messages=[message.template_fields for message in body.messages or ()],
+        use=choose_tools([tool.sent for tool in body.tools or ()], None, None),
+        options=body.chat_template_kwargs or {},
+        prompt=body.add_generation_prompt,
+    )
 
 
 @attrs.define
@@ -67,7 +79,7 @@ class _Answers:
 
     def __attrs_post_init__(self) -> None:
         self.head = {
-            "id": self.service.new_id("chatcmpl"),
+            "id": self.service.new_id("chatcmpl-"),
             "created": int(time.time()),
             "model": self.body.model or self.service.name,
         }
@@ -76,14 +88,20 @@ class _Answers:
         """Yield the events of the stream."""
         report = UsageReport(self.body.stream_options)
         started: set[int] = set()
+        scored: dict[int, tuple[ScoredToken, ...]] = {}
         async for deltas in self.job.deltas():
             for delta in deltas:
-                head = {} if delta.index in started else {"role": "assistant"}
-                if delta.text or delta.scored or (head and delta.finish):
-                    started.add(delta.index)
-                    yield self._event(delta.index, {**head, "content": delta.text}, report, delta)
+                index = delta.index
+                scored[index] = (*scored.get(index, ()), *delta.scored)
+                fields = [f for f in map(self._delta_fields, delta.pieces) if f]
+                if not fields and ((scored[index] and not delta.pieces) or (index not in started and delta.finish)):
+                    fields = [{"content": ""}]
+                for each in fields:
+                    head = {} if index in started else {"role": "assistant"}
+                    started.add(index)
+                    yield self._event(index, {**head, **each}, report, scored.pop(index, ()))
                 if delta.finish:
-                    yield self._event(delta.index, {}, report, finish=delta.finish)
+                    yield self._event(index, {}, report, finish=delta.finish)
         if report.last:
             chunk = {**self.head, "object": "chat.completion.chunk", "choices": []}
             yield event({**chunk, "usage": self.job.usage.as_json()})
@@ -91,41 +109,60 @@ class _Answers:
 
     async def answer(self) -> dict[str, Any]:
         """Return the complete response."""
-        deltas: list[list[Delta]] = [[] for _ in self.job.choices]
+        answers = [AnswerBlocks() for _ in self.job.choices]
+        scored: list[list[ScoredToken]] = [[] for _ in self.job.choices]
         async for batch in self.job.deltas():
             for delta in batch:
-                deltas[delta.index].append(delta)
-        choices = [
-            {
-                "index": choice.index,
-                "message": {
-                    "role": "assistant",
-                    "content": "".join(delta.text for delta in deltas[choice.index]),
-                    "refusal": None,
-                },
-                "logprobs": self._logprobs(*deltas[choice.index]),
-                "finish_reason": choice.finish,
-            }
-            for choice in self.job.choices
-        ]
+                collections.deque(answers[delta.index].add(delta.pieces), maxlen=0)
+                scored[delta.index] += delta.scored
+        choices = [self._choice(choice, answers[choice.index], scored[choice.index]) for choice in self.job.choices]
         head = {**self.head, "object": "chat.completion"}
         return {**head, "choices": choices, "usage": self.job.usage.as_json()}
+
+    def _choice(self, choice: Choice, answer: AnswerBlocks, scored: list[ScoredToken]) -> dict[str, Any]:
+        text, reasoning = answer.join("text"), answer.join("reasoning")
+        fields: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if answer.calls:
+            fields["content"] = text or None
+            fields["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
+                for call in answer.calls
+            ]
+        if reasoning and self.body.include_reasoning is not False:
+            fields["reasoning_content"] = reasoning
+        return {
+            "index": choice.index,
+            "message": fields,
+            "logprobs": self._logprobs(scored),
+            "finish_reason": choice.finish,
+        }
+
+    def _delta_fields(self, piece: Piece) -> dict[str, Any]:
+        """Return the fields of a `delta` object, or none if the client does not want the piece."""
+        if isinstance(piece, CallStart):
+            function = {"name": piece.name, "arguments": ""}
+            call = {"index": piece.index, "id": piece.id or new_call_id(), "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        if isinstance(piece, CallArguments):
+            return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+        if isinstance(piece, Reasoning):
+            return {"reasoning_content": piece.text} if self.body.include_reasoning is not False else {}
+        return {"content": piece.text}
 
     def _event(
         self,
         index: int,
         fields: dict[str, Any],
         report: UsageReport,
-        delta: Delta | None = None,
+        scored: tuple[ScoredToken, ...] = (),
         finish: str | None = None,
     ) -> bytes:
-        logprobs = None if delta is None else self._logprobs(delta)
+        logprobs = self._logprobs(scored) if fields else None
         choice = {"index": index, "delta": fields, "logprobs": logprobs, "finish_reason": finish}
         chunk = {**self.head, "object": "chat.completion.chunk", "choices": [choice]}
         return event({**chunk, **report.fields(self.job)})
 
-    def _logprobs(self, *deltas: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, scored: "list[ScoredToken] | tuple[ScoredToken, ...]") -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        scored = [s for delta in deltas for s in delta.scored]
         return chat_logprobs(self.service.grammars, scored, self.body.top_logprobs or 0)

@@ -58,7 +58,7 @@ class _Texts:
 
     def __attrs_post_init__(self) -> None:
         self.head = {
-            "id": self.service.new_id("cmpl"),
+            "id": self.service.new_id("cmpl-"),
             "object": "text_completion",
             "created": int(time.time()),
             "model": self.body.model or self.service.name,

@@ -6,37 +6,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_plugins_serving.server.api_errors import ApiError
+from axlearn_plugins_serving.server.grammar_constraint import GrammarConstraint
+from axlearn_plugins_serving.server.staged_constraint import StagedConstraint, Stages
 from axlearn_plugins_transformer.text.decoding import HasTokenizerJson
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
-
-
-class GrammarConstraint:
-    """A `Constraint` based on a grammar. Call it from a single thread.
-
-    Attributes:
-        grammar: The grammar in llguidance's format. Another process can rebuild the constraint from it.
-    """
-
-    def __init__(self, matcher: LLMatcher, words: int, grammar: str):
-        self._matcher, self._words, self.grammar = matcher, words, grammar
-
-    def copy(self) -> "GrammarConstraint":
-        """Return a copy in the same state."""
-        return GrammarConstraint(self._matcher.deep_copy(), self._words, self.grammar)
-
-    def mask(self) -> np.ndarray:
-        """See `axlearn_plugins_serving.contracts.Constraint`."""
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-        return np.pad(mask, (0, self._words - len(mask))) if len(mask) < self._words else mask[: self._words]
-
-    def accept(self, token: int) -> bool:
-        """See `axlearn_plugins_serving.contracts.Constraint`."""
-        return not self._matcher.consume_token(token) or self._matcher.is_stopped()
 
 
 class _Vocabulary:
@@ -92,18 +69,48 @@ class Grammars:
             raise _schema_error(str(error)) from None
         return self.constrain(grammar)
 
-    def constrain(self, grammar: str) -> GrammarConstraint:
-        """Build a constraint from a grammar.
+    def rebuild(self, text: str) -> GrammarConstraint | StagedConstraint:
+        """Build a constraint from the `grammar` of a constraint in another process."""
+        fields = json.loads(text)
+        if "stages" not in fields:
+            return self.constrain(text)
+        inner = None if fields["grammar"] is None else self.constrain(fields["grammar"])
+        return self.stage(Stages.from_json(fields["stages"]), inner)
 
-        The grammar may be the `GrammarConstraint.grammar` of another process.
+    def stage(self, stages: Stages, grammar: GrammarConstraint | None) -> StagedConstraint:
+        """Build a constraint that applies a grammar to the answer only."""
+        return StagedConstraint(stages, grammar, self._words)
+
+    def parse_lark(self, grammar: str, param: str) -> GrammarConstraint:
+        """Build a constraint from a grammar in llguidance's form of Lark.
+
+        Args:
+            grammar: The grammar.
+            param: Name of the request's field in errors.
+
+        Raises:
+            ApiError: 400 if the grammar is invalid or cannot be satisfied.
+        """
+        return self.constrain(LLMatcher.grammar_from_lark(grammar), param)
+
+    def constrain(self, grammar: str, param: str = "response_format") -> GrammarConstraint:
+        """Build a constraint from a grammar in llguidance's format.
+
+        Args:
+            grammar: The grammar.
+            param: Name of the request's field in errors.
 
         Raises:
             ApiError: 400 if the grammar cannot be satisfied.
         """
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise _schema_error(matcher.get_error())
-        return GrammarConstraint(matcher, (self._vocab_size + 31) // 32, grammar)
+            raise _schema_error(matcher.get_error(), param)
+        return GrammarConstraint(matcher, self._words, grammar)
+
+    @property
+    def _words(self) -> int:
+        return (self._vocab_size + 31) // 32
 
     @functools.cached_property
     def _load_tokenizer(self) -> LLTokenizer:
@@ -117,10 +124,10 @@ class Grammars:
             return self._load_tokenizer
 
 
-def _schema_error(reason: str) -> ApiError:
+def _schema_error(reason: str, param: str = "response_format") -> ApiError:
     return ApiError(
         400,
-        f"response_format: the JSON schema cannot be used: {reason}",
-        param="response_format",
+        f"{param}: the JSON schema cannot be used: {reason}",
+        param=param,
         code="invalid_json_schema",
     )

@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from axlearn_plugins_serving.server.api_errors import ApiError
-from axlearn_plugins_serving.server.chat import template_input
+from axlearn_plugins_serving.server.chat import tokenize_conversation
 from axlearn_plugins_serving.server.http import read_json
 from axlearn_plugins_serving.server.openapi import document
 from axlearn_plugins_serving.server.schemas import DetokenizeRequest, TokenizeRequest
@@ -79,12 +79,8 @@ async def tokenize(request: HttpRequest) -> Response:
     if body.prompt is not None:
         (tokens,) = await service.encode([body.prompt], limited=False)
     else:
-        tokens = await service.render(
-            lambda: template_input(body.messages or (), body.tools),
-            len(await request.body()),
-            prompt=body.add_generation_prompt,
-            limited=False,
-        )
+        conversation = tokenize_conversation(body)
+        tokens = (await service.render(conversation, len(await request.body()), limited=False)).tokens
     context = service.thread.engine.max_context
     return await service.text_pool.run(lambda: _tokens_response(tokens, context), len(tokens))
 

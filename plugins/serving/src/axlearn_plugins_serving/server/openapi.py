@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from axlearn_plugins_serving.server import anthropic_schemas, schemas
 from axlearn_plugins_serving.server import response_schemas as responses
-from axlearn_plugins_serving.server import schemas
 
 _ERRORS = {
     "400": "The request is invalid; `param` names the field.",
@@ -26,6 +26,9 @@ _BODIES = (
     schemas.CompletionRequest,
     schemas.ChatRequest,
     schemas.ResponseRequest,
+    schemas.ResponseInputTokens,
+    anthropic_schemas.MessagesRequest,
+    anthropic_schemas.MessageTokensRequest,
     schemas.TokenizeRequest,
     schemas.DetokenizeRequest,
 )
@@ -33,6 +36,12 @@ _ANSWERS = (
     responses.Completion,
     responses.ChatCompletion,
     responses.Response,
+    responses.DeletedResponse,
+    responses.InputItems,
+    responses.InputTokens,
+    responses.MessageAnswer,
+    responses.MessageTokens,
+    responses.MessageErrorBody,
     responses.Tokens,
     responses.Text,
     responses.Models,
@@ -45,6 +54,21 @@ _POSTS = {
     "/v1/completions": ("Continue prompts", schemas.CompletionRequest, responses.Completion),
     "/v1/chat/completions": ("Answer a conversation", schemas.ChatRequest, responses.ChatCompletion),
     "/v1/responses": ("Answer a text or a conversation", schemas.ResponseRequest, responses.Response),
+    "/v1/responses/input_tokens": (
+        "Count the tokens of a response's input",
+        schemas.ResponseInputTokens,
+        responses.InputTokens,
+    ),
+    "/v1/messages": (
+        "Answer a conversation in Anthropic's API",
+        anthropic_schemas.MessagesRequest,
+        responses.MessageAnswer,
+    ),
+    "/v1/messages/count_tokens": (
+        "Count the tokens of a conversation",
+        anthropic_schemas.MessageTokensRequest,
+        responses.MessageTokens,
+    ),
     "/tokenize": ("Return the token ids of a text", schemas.TokenizeRequest, responses.Tokens),
     "/detokenize": ("Return the text of token ids", schemas.DetokenizeRequest, responses.Text),
 }
@@ -53,7 +77,7 @@ _EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-_STREAMS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+_STREAMS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 
 
 @functools.cache
@@ -65,6 +89,16 @@ def document() -> dict[str, Any]:
     paths |= {
         "/v1/models": {"get": _get("List the models", responses.Models)},
         "/v1/models/{name}": {"get": _get("Describe a model", responses.Model) | {"parameters": [_NAME]}},
+        "/v1/responses/{id}": {
+            "get": _get("Return a stored response", responses.Response) | {"parameters": [_ID]},
+            "delete": _get("Remove a stored response", responses.DeletedResponse) | {"parameters": [_ID]},
+        },
+        "/v1/responses/{id}/input_items": {
+            "get": _get("List the items of a stored response's input", responses.InputItems) | {"parameters": [_ID]}
+        },
+        "/v1/responses/{id}/cancel": {
+            "post": _get("Cancel a background response", responses.Response) | {"parameters": [_ID]}
+        },
         "/health": {"get": _get("Check whether the server accepts requests", responses.Health, health=True)},
         "/stats": {"get": _get("Return the state and counters of the engine", responses.EngineStatistics)},
         "/metrics": {"get": _plain("Return metrics for Prometheus", "text/plain")},
@@ -83,6 +117,7 @@ def document() -> dict[str, Any]:
     }
 
 
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
@@ -90,8 +125,9 @@ def _reference(model: type) -> dict[str, Any]:
     return {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
 
 
-def _errors() -> dict[str, Any]:
-    content = {"application/json": _reference(responses.ErrorBody)}
+def _errors(path: str = "") -> dict[str, Any]:
+    body = responses.MessageErrorBody if path.startswith("/v1/messages") else responses.ErrorBody
+    content = {"application/json": _reference(body)}
     return {status: {"description": text, "content": content} for status, text in _ERRORS.items()}
 
 
@@ -103,7 +139,7 @@ def _post(path: str, summary: str, body: type, answer: type) -> dict[str, Any]:
         "summary": summary,
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {"required": True, "content": {"application/json": _reference(body)}},
-        "responses": {"200": {"description": "Success.", "content": content}, **_errors()},
+        "responses": {"200": {"description": "Success.", "content": content}, **_errors(path)},
     }
 
 

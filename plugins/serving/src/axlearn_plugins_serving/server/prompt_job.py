@@ -7,6 +7,7 @@ from typing import Literal
 import attrs
 
 from axlearn_plugins_serving.contracts import Output, Request, TokenLogprobs
+from axlearn_plugins_serving.parsers.answer_formats import CallStart, Parser, Piece, Reasoning, Text
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.engine_thread import (
     EngineFailedError,
@@ -16,6 +17,8 @@ from axlearn_plugins_serving.server.engine_thread import (
 )
 from axlearn_plugins_serving.server.server_metrics import Metrics
 from axlearn_plugins_transformer.text.decoding import OutputText
+
+Finish = Literal["stop", "length", "tool_calls"]
 
 
 @attrs.frozen
@@ -37,14 +40,16 @@ class Delta:
     Attributes:
         index: Index of the choice.
         text: New text that can no longer change.
+        pieces: The text, split into reasoning, text and tool calls.
         scored: Log-probabilities of the tokens in `text`, if requested.
         finish: Reason why the choice ended; None while it is running.
     """
 
     index: int
     text: str
+    pieces: tuple[Piece, ...] = ()
     scored: tuple[ScoredToken, ...] = ()
-    finish: Literal["stop", "length"] | None = None
+    finish: Finish | None = None
 
 
 class Choice:
@@ -54,18 +59,25 @@ class Choice:
         index: Index of the choice.
         request: The engine's request.
         tokens: Number of generated tokens.
+        reasoning_tokens: Number of generated tokens that belong to the reasoning.
         prompt_logprobs: Log-probabilities of the prompt tokens after the first, if requested.
         finish: Reason why the choice ended.
     """
 
-    def __init__(self, index: int, request: Request, output: OutputText):
+    def __init__(self, index: int, request: Request, output: OutputText, parser: Parser | None = None):
         self.index, self.request = index, request
-        self.tokens = self.cached_tokens = 0
+        self.tokens = self.cached_tokens = self.reasoning_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        self.finish: Literal["stop", "length"] | None = None
-        self._output = output
+        self.finish: Finish | None = None
+        self._output, self._parser = output, parser
+        self._calls = self._reasons = self._answers = False
         self._released = 0  # characters
         self._scored: list[ScoredToken] = []
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the choice, or None."""
+        return self._output.matched_stop
 
     def push(self, output: Output) -> Delta:
         """Add an output from the engine and return the new text.
@@ -93,7 +105,27 @@ class Choice:
             self.finish = "stop" if output.finish == "stop" else "length"
         text = "".join(pieces)
         self._released += len(text)
-        return Delta(self.index, text, self._release(), self.finish)
+        pieces = self._parse(text)
+        self._count_reasoning(pieces)
+        if self._calls and self.finish == "stop":
+            self.finish = "tool_calls"
+        return Delta(self.index, text, pieces, self._release(), self.finish)
+
+    def _count_reasoning(self, pieces: Sequence[Piece]) -> None:
+        """Count the tokens before the first piece of the answer. Parsers return the last pieces of the reasoning late."""
+        self._reasons |= any(isinstance(piece, Reasoning) for piece in pieces)
+        if self._reasons and not self._answers:
+            self.reasoning_tokens = self.tokens
+        self._answers |= any(not isinstance(piece, Reasoning) for piece in pieces)
+
+    def _parse(self, text: str) -> tuple[Piece, ...]:
+        if self._parser is None:
+            return (Text(text),) if text else ()
+        pieces = self._parser.push(text) if text else []
+        if self.finish is not None:
+            pieces += self._parser.end()
+        self._calls |= any(isinstance(piece, CallStart) for piece in pieces)
+        return tuple(pieces)
 
     def _release(self) -> tuple[ScoredToken, ...]:
         if self.finish is not None and not self._output.stopped:
@@ -113,6 +145,7 @@ class Usage:
     prompt: int
     completion: int
     cached: int
+    reasoning: int = 0
 
     def as_json(self) -> dict[str, object]:
         """Return the counts in the format of the completions endpoints."""
@@ -121,6 +154,7 @@ class Usage:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
 
 
@@ -152,6 +186,7 @@ class Job:
             sum(len(choice.request.prompt) for choice in firsts),
             sum(choice.tokens for choice in self.choices),
             sum(choice.cached_tokens for choice in firsts),
+            sum(choice.reasoning_tokens for choice in self.choices),
         )
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:

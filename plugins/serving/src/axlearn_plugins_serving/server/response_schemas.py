@@ -30,6 +30,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int]
 
 
 class CompletionLogprobs(BaseModel):
@@ -61,12 +62,29 @@ class Completion(BaseModel):
     usage: Usage
 
 
+class CalledFunction(BaseModel):
+    """A function and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(BaseModel):
+    """A tool call."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AnswerMessage(BaseModel):
-    """The assistant's message."""
+    """The assistant's message. `tool_calls` and `reasoning_content` are left out if they are empty."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[AnswerToolCall] = []
+    reasoning_content: str = ""
 
 
 class TokenLogprob(BaseModel):
@@ -96,7 +114,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletion(BaseModel):
@@ -128,6 +146,34 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
+class OutputReasoningText(BaseModel):
+    """The text of the reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(BaseModel):
+    """The reasoning before the answer."""
+
+    type: Literal["reasoning"]
+    id: str
+    status: Literal["completed", "incomplete"]
+    summary: list[Any]
+    content: list[OutputReasoningText]
+
+
+class OutputCall(BaseModel):
+    """A tool call. `arguments` is JSON text."""
+
+    type: Literal["function_call"]
+    id: str
+    status: Literal["completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+
+
 class ResponseUsage(BaseModel):
     """Token counts."""
 
@@ -144,11 +190,76 @@ class Response(BaseModel):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "incomplete"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     model: str
-    output: list[OutputMessage]
-    usage: ResponseUsage
-    store: Literal[False]
+    output: list[OutputMessage | OutputReasoning | OutputCall]
+    usage: ResponseUsage | None
+    store: bool
+
+
+class DeletedResponse(BaseModel):
+    """The response of `DELETE /v1/responses/{id}`."""
+
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class InputItems(BaseModel):
+    """The response of `/v1/responses/{id}/input_items`."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    has_more: bool
+
+
+class InputTokens(BaseModel):
+    """The response of `/v1/responses/input_tokens`."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class MessageUsage(BaseModel):
+    """Token counts of `/v1/messages`."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(BaseModel):
+    """The response of `/v1/messages`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageTokens(BaseModel):
+    """The response of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class MessageErrorDetail(BaseModel):
+    """The details of an error of `/v1/messages`."""
+
+    type: str
+    message: str
+
+
+class MessageErrorBody(BaseModel):
+    """The body of an error response of `/v1/messages`."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
 
 
 class Tokens(BaseModel):

@@ -7,33 +7,55 @@ Validation stops at the first wrong item of a list and rejects oversized diction
 could have millions of errors.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from axlearn_plugins_serving.server.body import Body, TemplatePart
+from axlearn_plugins_serving.server.body import Body
 from axlearn_plugins_serving.server.early_checks import MAX_ENTRIES, check_context, check_entries, exceeds
+from axlearn_plugins_serving.server.message_schemas import (
+    AllowedTools,
+    FunctionDefinition,
+    Message,
+    NamedTool,
+    Tool,
+    ToolList,
+)
+from axlearn_plugins_serving.server.response_items import Item
 
 MAX_CHOICES = 32
 MAX_LOGPROBS = 20
 MAX_SCHEMA = 64 * 1024
 """Maximum number of characters in a JSON schema."""
-MAX_TOOLS = 512 * 1024
-"""Maximum number of characters in the parameters of a request's tools, as JSON."""
 _TOKEN = r"^(0|[1-9][0-9]{0,8})$"
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(check_context)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def check_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Reject variables that the server sets, and options that are too large."""
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in options:
+            raise ValueError(f"{name} is set by the server; send it as a field of the request")
+    if exceeds(options, MAX_SCHEMA):
+        raise ValueError(f"the options have more than {MAX_SCHEMA} characters")
+    return options
+
+
 Metadata = Annotated[dict[str, str], Field(max_length=MAX_ENTRIES), BeforeValidator(check_entries)]
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+TemplateOptions = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(check_options)]
 
 
 class StreamOptions(Body):
@@ -84,17 +106,6 @@ def _check_schema(format: Any) -> Any:
             {"limit": MAX_SCHEMA},
         )
     return format
-
-
-def _check_tools(tools: list[Any]) -> list[Any]:
-    functions = [tool.function if isinstance(tool, Tool) else tool for tool in tools]
-    if exceeds([function.parameters for function in functions], MAX_TOOLS):
-        raise PydanticCustomError(
-            "invalid_tools",
-            "the tools' parameters have more than {limit} characters; shorten them or offer fewer tools",
-            {"limit": MAX_TOOLS},
-        )
-    return tools
 
 
 ResponseFormat = Annotated[
@@ -179,81 +190,19 @@ class CompletionRequest(SamplingFields):
         return self
 
 
-class TextPart(Body):
-    """A text part of a message. Other kinds (images, audio) are not supported."""
-
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-
-
-Parts = Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)]
-
-
-class FunctionCall(Body):
-    """A call made by the assistant. `arguments` is an object or its JSON text."""
-
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class ToolCall(Body):
-    """A tool call in an assistant's message."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(TemplatePart):
-    """A message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Parts | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=4096, fail_fast=True)] | None = None
-    tool_call_id: str | None = None
-    refusal: None = None
-
-    @model_validator(mode="after")
-    def _check_content(self) -> "Message":
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content is missing; only assistant messages with tool_calls may omit it")
-        return self
-
-    @property
-    def text(self) -> str:
-        """The concatenated text parts."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "".join(part.text for part in self.content)
-
-
-class FunctionDefinition(TemplatePart):
-    """A function that the model may call."""
-
-    name: Annotated[str, Field(min_length=1, max_length=64)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(TemplatePart):
-    """A tool that is passed to the chat template."""
-
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-T = TypeVar("T")
-ToolList = Annotated[list[T], Field(max_length=128, fail_fast=True), AfterValidator(_check_tools)]
-
-
 class ChatRequest(SamplingFields):
     """`POST /v1/chat/completions`.
 
-    Ignores `metadata`, `service_tier`, `safety_identifier` and `prompt_cache_key`.
+    Ignores `metadata`, `service_tier`, `safety_identifier`, `prompt_cache_key` and `prompt_cache_retention`.
+
+    Extensions of the OpenAI API: `include_reasoning`, `thinking_token_budget`, `chat_template_kwargs`, `add_generation_prompt`,
+    `continue_final_message`.
+
+    Attributes:
+        include_reasoning: Whether to return the reasoning. The model reasons in any case.
+        thinking_token_budget: Maximum number of tokens of the reasoning. After them, the server ends the reasoning.
+        chat_template_kwargs: Further variables of the chat template, such as `enable_thinking`.
+        continue_final_message: Whether to continue the last message instead of answering it.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -262,33 +211,31 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: ToolList[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> "ChatRequest":
+    def _check_fields(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: set logprobs to true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError(
+                "continue_final_message continues the last message, so add_generation_prompt must be false"
+            )
         return self
-
-
-class InputMessage(Body):
-    """A message of `/v1/responses`.
-
-    `id`, `status` and `phase` are ignored, so that clients can send responses back.
-    """
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Parts
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
 
 
 class ResponseJsonSchema(JsonSchema):
@@ -317,36 +264,85 @@ class ResponseTool(FunctionDefinition):
     type: Literal["function"]
 
 
-class ResponseRequest(Body):
-    """`POST /v1/responses`.
+class ResponseToolName(Body):
+    """A tool choice that requires a call to one tool."""
 
-    Responses are not stored, so `input` must contain the whole conversation.
-    """
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class ResponseAllowedTools(Body):
+    """A tool choice that limits the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseToolName], Field(min_length=1, max_length=128, fail_fast=True)]
+
+
+class ReasoningOptions(Body):
+    """Options for the reasoning. `summary` is ignored: the whole reasoning is returned."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+class ResponseInput(Body):
+    """Fields of `/v1/responses` and `/v1/responses/input_tokens` that make up the prompt."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
-    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=4096, fail_fast=True)]
     instructions: str | None = None
+    tools: ToolList[ResponseTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ResponseToolName | ResponseAllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: ResponseText | None = None
+    previous_response_id: Annotated[str, Field(max_length=256)] | None = None
+    truncation: Literal["disabled"] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    conversation: None = None
+
+
+class ResponseRequest(ResponseInput):
+    """`POST /v1/responses`.
+
+    Ignores `metadata` except for returning it, `service_tier`, `safety_identifier`, `prompt_cache_key` and
+    `prompt_cache_retention`. `reasoning.encrypted_content` in `include` has no effect: the reasoning is returned as text.
+
+    Attributes:
+        store: Whether to store the response, so that `previous_response_id` can continue it.
+        background: Whether to return at once and to compute the response later. Needs `store`.
+    """
+
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    text: ResponseText | None = None
-    tools: ToolList[ResponseTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: Annotated[list[Include], Field(max_length=16, fail_fast=True)] | None = None
     stream: bool | None = False
+    stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
     store: bool | None = None
-    previous_response_id: None = None
-    background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    parallel_tool_calls: bool | None = None
+    background: bool | None = None
     metadata: Metadata | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
-    @field_validator("store")
-    @classmethod
-    def _check_store(cls, store: bool | None) -> bool | None:
-        if store:
-            raise ValueError("this server does not store responses: set store to false and send the whole conversation")
-        return store
+    @model_validator(mode="after")
+    def _check_background(self) -> "ResponseRequest":
+        if self.background and (not self.store or self.stream):
+            raise ValueError("a background response needs store to be true and stream to be false")
+        return self
+
+
+class ResponseInputTokens(ResponseInput):
+    """`POST /v1/responses/input_tokens`."""
 
 
 class TokenizeRequest(Body):
@@ -359,6 +355,7 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     tools: ToolList[Tool] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")

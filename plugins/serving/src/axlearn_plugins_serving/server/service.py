@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -13,13 +13,22 @@ import attrs
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import AxlearnError, RequestError, nearest
 from axlearn_plugins_serving.contracts import QueueFullError, Request, Sampling
+from axlearn_plugins_serving.parsers.selection import NONE, choose_reasoning_format, choose_tool_format
+from axlearn_plugins_serving.server.answer_reader import AnswerFormats, AnswerReader
 from axlearn_plugins_serving.server.api_errors import ApiError
+from axlearn_plugins_serving.server.background import BackgroundResponses
 from axlearn_plugins_serving.server.body_check import BodyCheck
-from axlearn_plugins_serving.server.constraints import GrammarConstraint, Grammars
+from axlearn_plugins_serving.server.constraints import Grammars
+from axlearn_plugins_serving.server.conversation import Conversation
+from axlearn_plugins_serving.server.conversation_template import RenderedPrompt, render_conversation, template_options
 from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineThread
+from axlearn_plugins_serving.server.forced_calls import forced_grammar
+from axlearn_plugins_serving.server.grammar_constraint import GrammarConstraint
 from axlearn_plugins_serving.server.prompt_job import Choice, Job
+from axlearn_plugins_serving.server.response_store import ResponseStore
 from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
 from axlearn_plugins_serving.server.server_metrics import Metrics
+from axlearn_plugins_serving.server.staged_constraint import StagedConstraint
 from axlearn_plugins_serving.server.text_pool import COUNTED, TextLimit, TextPool
 from axlearn_plugins_transformer.text.processor import TextProcessor
 from axlearn_plugins_transformer.text.tokenizers import tokens_beyond
@@ -40,17 +49,25 @@ class Service:
         text: Encodes and decodes the model's text.
         name: Name under which clients request the model.
         adapters: Names of LoRA adapters, which clients request as models.
+        tool_parser: Name of the format in which the model calls tools. None chooses it by the chat template; `none` does not
+            parse calls.
+        reasoning_parser: Name of the format in which the model reasons, as for `tool_parser`.
         state: `ok`, `draining` (no new requests) or `failed`.
         start_compilations: Number of programs that XLA compiled during startup; 0 if exported programs were loaded.
         bodies: Parses requests.
         text_pool: Threads that parse and tokenize.
         text_limit: Rejects prompts that are too long before they are tokenized.
+        formats: Formats in which the model calls tools and reasons.
+        responses: Stores responses.
+        background: Computes responses in the background.
     """
 
     thread: EngineThread
     text: TextProcessor
     name: str
     adapters: tuple[str, ...] = ()
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
     state: str = "ok"
     start_compilations: int = 0
     created: int = attrs.field(factory=lambda: int(time.time()))
@@ -59,12 +76,21 @@ class Service:
     bodies: BodyCheck = attrs.field(init=False)
     text_pool: TextPool = attrs.field(factory=TextPool, init=False)
     text_limit: TextLimit = attrs.field(init=False)
+    formats: AnswerFormats = attrs.field(init=False)
+    responses: ResponseStore = attrs.field(factory=ResponseStore)
+    background: BackgroundResponses = attrs.field(factory=BackgroundResponses, init=False)
     _count: Any = attrs.field(factory=itertools.count, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.bodies = BodyCheck(self.thread.engine.max_context)
         self.text_limit = TextLimit(self.tokenizer, self.thread.engine.max_context)
         self.grammars = Grammars(self.tokenizer, self.thread.engine.vocab_size)
+        template = self.text.template.source if self.text.has_template else None
+        self.formats = AnswerFormats(
+            choose_tool_format(template, self.tool_parser),
+            choose_reasoning_format(template, self.reasoning_parser),
+            leaves_calls=self.tool_parser == NONE,
+        )
         self.metrics = Metrics(lambda: self.thread.statistics, start_compilations=self.start_compilations)
 
     @property
@@ -74,7 +100,7 @@ class Service:
 
     def new_id(self, prefix: str) -> str:
         """Return a unique response id that cannot be guessed."""
-        return f"{prefix}-{os.urandom(12).hex()}{next(self._count):x}"
+        return f"{prefix}{os.urandom(12).hex()}{next(self._count):x}"
 
     def adapter(self, model: str | None) -> str | None:
         """Return the adapter that a request's `model` names, or None for the base model.
@@ -115,38 +141,32 @@ class Service:
 
         return await self.text_pool.run(encode, sum(map(len, texts)))
 
-    async def render(
-        self,
-        conversation: Callable[[], tuple[Sequence[dict[str, Any]], Any]],
-        size: int,
-        *,
-        prompt: bool = True,
-        limited: bool = True,
-    ) -> list[int]:
-        """Render a conversation and return its token ids.
+    async def render(self, conversation: Conversation, size: int, *, limited: bool = True) -> RenderedPrompt:
+        """Render a conversation.
 
         Args:
-            conversation: Returns the messages and the tools (or None), in the form that the template expects.
+            conversation: The conversation.
             size: Size of the request in bytes. Long requests are rendered in a thread.
-            prompt: Whether to append the beginning of the assistant's answer.
             limited: See `encode`.
 
         Raises:
-            ApiError: 400 if there is no template, the template rejects the conversation, or its text is too long.
+            ApiError: 400 if there is no template, the template ignores a part of the conversation or rejects it, or its text is
+                too long.
         """
+        param = conversation.param
         if not self.text.has_template:
-            raise ApiError(400, NO_TEMPLATE, param="messages", code="no_chat_template")
+            raise ApiError(400, NO_TEMPLATE, param=param, code="no_chat_template")
+        options = template_options(self.text.template.variables, conversation)
 
-        def encode() -> list[int]:
-            messages, tools = conversation()
-            rendered = self.text.template.render(messages, prompt=prompt, tools=tools, location="messages")
-            self.text_limit.check(rendered.text, "messages", allowed=0 if limited else COUNTED)
-            return self.text.encode_rendered(rendered)
+        def encode() -> RenderedPrompt:
+            rendered = render_conversation(self.text.template, conversation, options)
+            self.text_limit.check(rendered.text, param, allowed=0 if limited else COUNTED)
+            return RenderedPrompt(rendered.text, self.text.encode_rendered(rendered))
 
         try:
             return await self.text_pool.run(encode, size)
         except AxlearnError as error:
-            raise ApiError(400, str(error), param="messages", code="chat_template") from None
+            raise ApiError(400, str(error), param=param, code="chat_template") from None
 
     async def submit(
         self,
@@ -156,6 +176,7 @@ class Service:
         max_tokens: int | None,
         logprobs: int | None = None,
         prompt_logprobs: bool = False,
+        reader: AnswerReader | None = None,
         param: str = "prompt",
     ) -> Job:
         """Submit prompts to the engine, each `fields.n` times.
@@ -166,6 +187,7 @@ class Service:
             max_tokens: Maximum number of output tokens; None generates until the context is full.
             logprobs: See `Sampling.logprobs`.
             prompt_logprobs: See `Sampling.prompt_logprobs`.
+            reader: Splits the answers to a conversation. None returns the outputs as text.
             param: Name of the prompt in error messages.
 
         Raises:
@@ -179,12 +201,13 @@ class Service:
         prompts = [list(prompt) or [self.tokenizer.eos_id] for prompt in prompts]
         self._check(prompts, fields, max_tokens, param)
         choices: list[Choice] = []
-        constraint = await self._constraint(fields.response_format)
+        reader = reader or AnswerReader(formats=AnswerFormats())
+        constraint = await self._constraint(fields.response_format, reader)
         for prompt in prompts:
             for _ in range(fields.n or 1):
                 index = len(choices)
                 request = Request(
-                    id=self.new_id("request"),
+                    id=self.new_id("request-"),
                     prompt=tuple(prompt),
                     sampling=self._read_sampling(fields, max_tokens, logprobs, prompt_logprobs, index),
                     constraint=None if constraint is None else constraint.copy(),
@@ -192,7 +215,8 @@ class Service:
                     client=fields.user or "",
                     adapter=adapter,
                 )
-                choices.append(Choice(index, request, self.text.output(prompt, fields.stops)))
+                output = self.text.output(prompt, fields.stops, spelled=reader.special_tokens)
+                choices.append(Choice(index, request, output, reader.new_parser()))
         job = Job(choices, fields.n or 1, self.thread, self.metrics)
         try:
             return await job.start(stream=bool(fields.stream))
@@ -225,11 +249,17 @@ class Service:
             prompt_logprobs=prompt_logprobs,
         )
 
-    async def _constraint(self, format: ResponseFormat | None) -> GrammarConstraint | None:
-        if not isinstance(format, (JsonObjectFormat, JsonSchemaFormat)):
-            return None
-        schema = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else None
-        return await asyncio.to_thread(self.grammars.new, schema)
+    async def _constraint(
+        self, format: ResponseFormat | None, reader: AnswerReader
+    ) -> GrammarConstraint | StagedConstraint | None:
+        grammar = None
+        if reader.use.mode == "required":
+            grammar = await asyncio.to_thread(self.grammars.parse_lark, forced_grammar(reader.use), "tools")
+        elif isinstance(format, (JsonObjectFormat, JsonSchemaFormat)):
+            schema = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else None
+            grammar = await asyncio.to_thread(self.grammars.new, schema)
+        stages = reader.stages(self.text.encode_marker, has_grammar=grammar is not None)
+        return grammar if stages is None else self.grammars.stage(stages, grammar)
 
     def _check(
         self, prompts: Sequence[Sequence[int]], fields: SamplingFields, max_tokens: int | None, param: str

@@ -23,7 +23,7 @@ from axlearn_plugins_transformer.text.data_files import open_file
 from axlearn_plugins_transformer.text.messages import normalize_messages, normalize_tools
 from axlearn_plugins_transformer.text.protocols import SpellsEos, bos_token_of, folder_of
 from axlearn_plugins_transformer.text.template_process import TemplateFailed, TemplateProcess
-from axlearn_plugins_transformer.text.template_server import BEGIN, END, FAILURES, compile_template
+from axlearn_plugins_transformer.text.template_server import BEGIN, END, FAILURES, compile_template, template_variables
 
 PLAIN = (
     "{% for message in messages %}{{ message.role | capitalize }}:\n"
@@ -136,8 +136,19 @@ class ChatTemplate(Configurable):
         process = self._processes.setdefault(source, TemplateProcess(source))
         return process.render(variables, today=self.config.today)
 
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template reads."""
+        return template_variables(self.source, *([] if self.tool_source is None else [self.tool_source]))
+
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False, tools: Any = None, location: str = "chat"
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        prompt: bool = False,
+        tools: Any = None,
+        options: Mapping[str, Any] | None = None,
+        location: str = "chat",
     ) -> RenderedChat:
         """Render a conversation.
 
@@ -145,6 +156,7 @@ class ChatTemplate(Configurable):
             messages: Messages with `role` and `content`; see `normalize_messages`.
             prompt: End the text with the beginning of an answer, for the assistant to continue.
             tools: Function descriptions, for templates that use them.
+            options: Further variables of the template, such as `enable_thinking`.
             location: Name of the conversation in errors.
 
         Returns:
@@ -155,6 +167,7 @@ class ChatTemplate(Configurable):
         """
         messages = normalize_messages(messages)
         variables = {
+            **(options or {}),
             "messages": messages,
             "add_generation_prompt": prompt,
             "tools": normalize_tools(tools),

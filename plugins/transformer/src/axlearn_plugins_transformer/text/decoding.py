@@ -4,7 +4,7 @@ All code that generates text uses this module.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import tokenizers
@@ -63,9 +63,17 @@ class Decoders:
             return StreamDecoder(self._library, context)
         return WindowDecoder(self.tokenizer, context)
 
-    def output(self, prompt: Sequence[int], stops: Sequence[str] = ()) -> "OutputText":
-        """Return a decoder for the tokens after `prompt` that stops at the first of `stops`."""
-        return OutputText(self.new(prompt), self._special, stops)
+    def output(
+        self, prompt: Sequence[int], stops: Sequence[str] = (), *, spelled: Collection[str] = ()
+    ) -> "OutputText":
+        """Return a decoder for the tokens after `prompt` that stops at the first of `stops`.
+
+        Args:
+            prompt: Tokens that precede the output.
+            stops: Stop strings.
+            spelled: Spellings of special tokens to include in the text. Other special tokens are left out.
+        """
+        return OutputText(self.new(prompt), self._special, stops, spelled=spelled)
 
     def spell(self, tokens: Sequence[int]) -> str:
         """Decode tokens, including special tokens, which outputs omit."""
@@ -203,10 +211,17 @@ class OutputText:
         decoded: Number of decoded characters, including text that is not released yet.
     """
 
-    def __init__(self, decoder: Decoder, special: Mapping[int, str], stops: Sequence[str] = ()):
-        self._decoder, self._special = decoder, special
+    def __init__(
+        self,
+        decoder: Decoder,
+        special: Mapping[int, str],
+        stops: Sequence[str] = (),
+        *,
+        spelled: Collection[str] = (),
+    ):
+        self._decoder, self._special, self._spelled = decoder, special, frozenset(spelled)
         self._finder = StopFinder(stops)
-        self._spells_special = any(
+        self._spells_special = bool(spelled) or any(
             spelling in stop or stop in spelling for stop in stops for spelling in special.values()
         )
         self.decoded = 0
@@ -216,13 +231,20 @@ class OutputText:
         """True if a stop string ended the output."""
         return self._finder.matched_stop is not None
 
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the output, or None."""
+        return self._finder.matched_stop
+
     def push(self, token: int) -> str:
         """Append a token and return the text that can be released."""
         text = self._decoder.push(token)
         self.decoded += len(text)
         piece = self._finder.push(text)
         if self._spells_special and (spelling := self._special.get(token)) is not None:
-            piece += self._finder.push(spelling, shown=False)
+            shown = spelling in self._spelled
+            self.decoded += len(spelling) if shown else 0
+            piece += self._finder.push(spelling, shown=shown)
         return piece
 
     def end(self) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 TEXT_PARTS = ("text", "input_text", "output_text")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of the field with the reasoning of an assistant's message. Each template reads one of them."""
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -16,7 +18,7 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
     Null fields are dropped. `content` becomes one string: text parts are joined, and missing content becomes an empty
     string. The arguments of tool calls, which the OpenAI API encodes as a JSON string, become objects. Arguments that are
-    not valid JSON stay strings, because a model may have written them.
+    not valid JSON stay strings, because a model may have written them. Reasoning is copied to all fields in `REASONING`.
     """
     return [_normalize(message) for message in messages]
 
@@ -51,6 +53,8 @@ def _normalize(message: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
     fields["content"] = content
+    if (reasoning := next((fields[name] for name in REASONING if fields.get(name)), None)) is not None:
+        fields |= dict.fromkeys(REASONING, reasoning)
     if calls := fields.pop("tool_calls", None):
         fields["tool_calls"] = [_normalize_call(call) for call in calls]
     return fields

@@ -3,7 +3,7 @@
 Training, evaluation, serving and export share it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -137,9 +137,15 @@ class TextProcessor(Configurable):
         """Encode a rendered conversation with its special tokens, without adding a second BOS."""
         return self.template.encode(rendered)[0]
 
-    def output(self, prompt: Sequence[int], stops: Sequence[str] = ()) -> OutputText:
-        """Return a decoder for the tokens after `prompt` that stops at the first of `stops`."""
-        return self._decoders.output(prompt, stops)
+    def encode_marker(self, text: str) -> list[int]:
+        """Encode a part of a conversation, such as `<think>`. Special tokens that it spells out are parsed."""
+        if isinstance(self.tokenizer, EncodesSpecialTokens):
+            return self.tokenizer.encode_special(text)[0]
+        return self.tokenizer.encode(text)
+
+    def output(self, prompt: Sequence[int], stops: Sequence[str] = (), *, spelled: Collection[str] = ()) -> OutputText:
+        """Return a decoder for the tokens after `prompt`; see `Decoders.output`."""
+        return self._decoders.output(prompt, stops, spelled=spelled)
 
     def output_text(self, prompt: Sequence[int], tokens: Sequence[int], stops: Sequence[str] = ()) -> str:
         """Decode a complete output that follows `prompt`."""

@@ -5,6 +5,7 @@ The first line of standard input is {"source"}; the answer is {}. Each line afte
 enforces the time limit. To start quickly, the module imports Jinja but nothing from this framework.
 """
 
+import contextlib
 import datetime
 import json
 import os
@@ -13,7 +14,7 @@ import sys
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -48,12 +49,29 @@ class Clock:
 
 def compile_template(source: str, clock: Clock | None = None) -> jinja2.Template:
     """Compile a template in Jinja's sandbox."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
+    environment = _new_environment()
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _raise, "strftime_now": (clock or Clock()).strftime}
     return environment.from_string(source)
+
+
+def _new_environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+
+
+def template_variables(*sources: str) -> frozenset[str]:
+    """Return the names of the variables that templates read but do not set.
+
+    A template with a syntax error has none; rendering reports the error.
+    """
+    environment = _new_environment()
+    names: set[str] = set()
+    for source in sources:
+        with contextlib.suppress(jinja2.TemplateError, RecursionError):
+            names |= meta.find_undeclared_variables(environment.parse(source))
+    return frozenset(names)
 
 
 class _Generation(Extension):

@@ -1,0 +1,228 @@
+"""`POST /v1/messages`: the API of Anthropic."""
+
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import attrs
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from axlearn_plugins_serving.server.answer_blocks import AnswerBlocks, Block, Change
+from axlearn_plugins_serving.server.answer_reader import new_reader
+from axlearn_plugins_serving.server.anthropic_schemas import (
+    AnthropicMessage,
+    AnthropicToolChoice,
+    MessagesRequest,
+    MessageTokensRequest,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from axlearn_plugins_serving.server.api_errors import ApiError
+from axlearn_plugins_serving.server.conversation import Conversation, ToolUse, choose_tools
+from axlearn_plugins_serving.server.http import EventStream, event, read_json, respond
+from axlearn_plugins_serving.server.message_schemas import NamedTool
+from axlearn_plugins_serving.server.prompt_job import Job
+from axlearn_plugins_serving.server.schemas import SamplingFields
+from axlearn_plugins_serving.server.service import Service
+
+PATH = "/v1/messages"
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+async def create_message(request: HttpRequest) -> Response:
+    """Answer a conversation."""
+    service: Service = request.app.state.service
+    body = await read_json(MessagesRequest, request)
+    service.adapter(body.model)
+    conversation = _conversation(body, can_reason=service.formats.reasoning is not None)
+    prompt = await service.render(conversation, len(await request.body()))
+    fields = SamplingFields(
+        model=body.model,
+        stream=body.stream,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k or None,
+        stop=body.stop_sequences,
+        user=body.metadata.user_id if body.metadata is not None else None,
+    )
+    reader = new_reader(service.formats, conversation, prompt.text, stream=bool(body.stream))
+    job = await service.submit([prompt.tokens], fields, max_tokens=body.max_tokens, reader=reader, param="messages")
+    answer = _Answer(service, body, job)
+    if body.stream:
+        return EventStream(answer.events(), job)
+    return await respond(request, answer.answer(), job)
+
+
+async def count_message_tokens(request: HttpRequest) -> Response:
+    """Count the tokens of a conversation."""
+    service: Service = request.app.state.service
+    body = await read_json(MessageTokensRequest, request)
+    service.adapter(body.model)
+    conversation = _conversation(body, can_reason=service.formats.reasoning is not None)
+    prompt = await service.render(conversation, len(await request.body()), limited=False)
+    return JSONResponse({"input_tokens": len(prompt.tokens)})
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error response."""
+    detail = error.body["error"]
+    kind = {429: "rate_limit_error", 503: "overloaded_error"}.get(error.status, detail["type"])
+    return {
+        "type": "error",
+        "error": {"type": "api_error" if kind == "server_error" else kind, "message": error.message},
+    }
+
+
+def _conversation(body: MessageTokensRequest, *, can_reason: bool) -> Conversation:
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(body.system)})
+    for message in body.messages:
+        messages += _chat_messages(message)
+    effort = budget = None
+    if body.thinking is not None and (can_reason or body.thinking.type == "enabled"):
+        effort = "none" if body.thinking.type == "disabled" else "medium" if body.thinking.type == "enabled" else None
+        budget = body.thinking.budget_tokens
+    return Conversation(
+        messages=messages,
+        use=_tools(body),
+        continues=body.messages[-1].role == "assistant",
+        effort=effort,
+        budget=budget,
+    )
+
+
+def _tools(body: MessageTokensRequest) -> ToolUse:
+    tools = []
+    for tool in body.tools or ():
+        description = {} if tool.description is None else {"description": tool.description}
+        function = {"name": tool.name, **description, "parameters": tool.input_schema}
+        tools.append({"type": "function", "function": function})
+    choice = body.tool_choice or AnthropicToolChoice(type="auto")
+    parallel = not choice.disable_parallel_tool_use
+    if choice.type == "tool":
+        named = NamedTool.model_validate({"type": "function", "function": {"name": choice.name}})
+        return choose_tools(tools, named, parallel)
+    modes: Any = {"any": "required", "auto": None}
+    return choose_tools(tools, modes.get(choice.type, "none"), parallel)
+
+
+def _chat_messages(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
+    """Yield the messages of the chat template that a message stands for. Results of tools become messages of their own."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    fields: dict[str, Any] = {}
+    for block in message.content:
+        if isinstance(block, ToolResultBlock):
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")}
+        elif isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+            fields.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, ThinkingBlock):
+            fields["reasoning_content"] = fields.get("reasoning_content", "") + block.thinking
+        else:
+            fields["content"] = fields.get("content", "") + block.text
+    if fields:
+        yield {"role": message.role, **fields}
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+@attrs.define
+class _Answer:
+    """A message, returned in one piece or as a stream of events."""
+
+    service: Service
+    body: MessagesRequest
+    job: Job
+    id: str = attrs.field(init=False)
+    blocks: AnswerBlocks = attrs.field(factory=AnswerBlocks, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.id = self.service.new_id("msg_")
+
+    async def answer(self) -> dict[str, Any]:
+        """Return the complete message."""
+        async for deltas in self.job.deltas():
+            for delta in deltas:
+                list(self.blocks.add(delta.pieces))
+        list(self.blocks.end())
+        return {
+            **self._message([_block(block) for block in self.blocks.blocks]),
+            **self._stop(),
+            "usage": self._usage(),
+        }
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the stream's events."""
+        empty = {"stop_reason": None, "stop_sequence": None}
+        yield self._event("message_start", message={**self._message([]), **empty, "usage": self._usage()})
+        try:
+            async for deltas in self.job.deltas():
+                for delta in deltas:
+                    for change in self.blocks.add(delta.pieces):
+                        yield self._change(change)
+        except ApiError as error:
+            yield event(anthropic_error(error), "error")
+            return
+        for change in self.blocks.end():
+            yield self._change(change)
+        yield self._event("message_delta", delta=self._stop(), usage=self._usage())
+        yield self._event("message_stop")
+
+    def _change(self, change: Change) -> bytes:
+        block = change.block
+        if change.kind == "open":
+            return self._event("content_block_start", index=block.index, content_block=_block(block, empty=True))
+        if change.kind == "close":
+            return self._event("content_block_stop", index=block.index)
+        kind, field = {
+            "reasoning": ("thinking_delta", "thinking"),
+            "text": ("text_delta", "text"),
+            "call": ("input_json_delta", "partial_json"),
+        }[block.kind]
+        return self._event("content_block_delta", index=block.index, delta={"type": kind, field: change.text})
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return event({"type": kind, **fields}, kind)
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        model = self.body.model or self.service.name
+        return {"id": self.id, "type": "message", "role": "assistant", "model": model, "content": content}
+
+    def _stop(self) -> dict[str, Any]:
+        choice = self.job.choices[0]
+        reason = _REASONS.get(choice.finish or "", "stop_sequence" if choice.matched_stop else "end_turn")
+        return {"stop_reason": reason, "stop_sequence": choice.matched_stop if reason == "stop_sequence" else None}
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.job.usage
+        return {
+            "input_tokens": usage.prompt - usage.cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached,
+            "output_tokens": usage.completion,
+        }
+
+
+def _block(block: Block, *, empty: bool = False) -> dict[str, Any]:
+    if block.kind == "call":
+        arguments = {} if empty else _arguments(block.text)
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": "" if empty else block.text, "signature": ""}
+    return {"type": "text", "text": "" if empty else block.text}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Parse the arguments of a call. A call that was cut off has none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}

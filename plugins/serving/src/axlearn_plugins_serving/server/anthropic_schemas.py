@@ -1,0 +1,155 @@
+"""Request bodies of `/v1/messages`, the API of Anthropic."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from axlearn_plugins_serving.server.body import Body, TemplatePart
+from axlearn_plugins_serving.server.message_schemas import MessagePart, ToolList
+
+_MEDIA = ("image", "document", "search_result", "container_upload")
+
+
+class TextBlock(MessagePart):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(MessagePart):
+    """The reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(MessagePart):
+    """A tool call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+def _block_kind(block: Any) -> str:
+    return str(block.get("type") if isinstance(block, dict) else block.type)
+
+
+def _check_block(block: Any) -> Any:
+    if not isinstance(block, dict):
+        raise PydanticCustomError("dict_type", "Input should be an object")
+    if (kind := block.get("type")) in _MEDIA:
+        message = "the message has a block of the type '{kind}', but this model reads only text; remove it"
+        raise PydanticCustomError("unsupported_content", message, {"kind": kind})
+    return block
+
+
+Texts = Annotated[list[TextBlock], Field(max_length=4096, fail_fast=True)]
+ResultBlock = Annotated[TextBlock, BeforeValidator(_check_block)]
+
+
+class ToolResultBlock(MessagePart):
+    """The result of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Annotated[list[ResultBlock], Field(max_length=4096, fail_fast=True)] | None = None
+    is_error: bool | None = None
+
+
+ContentBlock = Annotated[
+    Annotated[
+        Annotated[TextBlock, Tag("text")]
+        | Annotated[ThinkingBlock, Tag("thinking")]
+        | Annotated[ToolUseBlock, Tag("tool_use")]
+        | Annotated[ToolResultBlock, Tag("tool_result")],
+        Discriminator(_block_kind),
+    ],
+    BeforeValidator(_check_block),
+]
+
+
+class AnthropicMessage(MessagePart):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[ContentBlock], Field(max_length=4096, fail_fast=True)]
+
+
+class AnthropicTool(TemplatePart):
+    """A tool. Tools that Anthropic's servers run, such as `web_search`, are not supported."""
+
+    type: Literal["custom"] = "custom"
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The JSON schema of the arguments."""
+        return self.input_schema
+
+
+class AnthropicToolChoice(Body):
+    """How the model may use the tools."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> "AnthropicToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a name goes with the type tool, and only with it")
+        return self
+
+
+class Thinking(Body):
+    """Whether the model reasons, and the maximum number of tokens of the reasoning."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class RequestMetadata(Body):
+    """Describes the request."""
+
+    user_id: Annotated[str, Field(max_length=256)] | None = None
+
+
+class MessageTokensRequest(Body):
+    """`POST /v1/messages/count_tokens`."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
+    system: str | Texts | None = None
+    tools: ToolList[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class MessagesRequest(MessageTokensRequest):
+    """`POST /v1/messages`.
+
+    Ignores `service_tier` and `cache_control`: prefixes are always cached.
+    """
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    stop_sequences: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16, fail_fast=True)]
+        | None
+    ) = None
+    stream: bool | None = False
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    metadata: RequestMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None

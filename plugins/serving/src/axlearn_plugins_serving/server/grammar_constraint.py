@@ -1,0 +1,28 @@
+"""`GrammarConstraint`: a constraint based on a grammar of llguidance."""
+
+import numpy as np
+from llguidance import LLMatcher
+
+
+class GrammarConstraint:
+    """A `Constraint` based on a grammar. Call it from a single thread.
+
+    Attributes:
+        grammar: The grammar in llguidance's format. Another process can rebuild the constraint from it.
+    """
+
+    def __init__(self, matcher: LLMatcher, words: int, grammar: str):
+        self._matcher, self._words, self.grammar = matcher, words, grammar
+
+    def copy(self) -> "GrammarConstraint":
+        """Return a copy in the same state."""
+        return GrammarConstraint(self._matcher.deep_copy(), self._words, self.grammar)
+
+    def mask(self) -> np.ndarray:
+        """See `axlearn_plugins_serving.contracts.Constraint`."""
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        return np.pad(mask, (0, self._words - len(mask))) if len(mask) < self._words else mask[: self._words]
+
+    def accept(self, token: int) -> bool:
+        """See `axlearn_plugins_serving.contracts.Constraint`."""
+        return not self._matcher.consume_token(token) or self._matcher.is_stopped()

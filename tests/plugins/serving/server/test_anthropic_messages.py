@@ -1,0 +1,88 @@
+"""`/v1/messages`: tool calls, reasoning, streams and errors in the form of Anthropic's API."""
+
+import json
+
+import httpx
+import pytest
+
+from support.fake_engine import FakeEngine
+from support.scripted_models import WEATHER, hermes_template, prompt_of
+from support.server_thread import serving
+
+TOOL = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
+USER = {"role": "user", "content": "Weather?"}
+OUTPUT = '<think>\nHm.\n</think>\n\nOne moment.<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+def script(request):
+    prompt = prompt_of(request)
+    return list(("Sunny. END more" if "<|tool|>" in prompt or "Tools:" not in prompt else OUTPUT).encode())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    template = hermes_template(tmp_path_factory.mktemp("template"))
+    with serving(FakeEngine(script=script, max_context=4096), template=template) as server:
+        yield server
+
+
+def post(server, path="/v1/messages", **fields):
+    body = {"max_tokens": 200, "messages": [USER], **fields}
+    return httpx.post(server.url + path, json=body)
+
+
+def test_a_tool_is_called_and_its_result_is_read(server):
+    first = post(server, tools=[TOOL], system="Be brief.").json()
+    thinking, text, call = first["content"]
+    assert (thinking["thinking"], text["text"], call["input"]) == ("Hm.", "One moment.", {"city": "Rome"})
+    assert (first["stop_reason"], first["type"], first["role"]) == ("tool_use", "message", "assistant")
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "sun"}]}
+    messages = [USER, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
+    second = post(server, tools=[TOOL], messages=messages, stop_sequences=["END"]).json()
+    assert (second["content"], second["stop_reason"]) == ([{"type": "text", "text": "Sunny. "}], "stop_sequence")
+    assert second["stop_sequence"] == "END"
+    prompt = prompt_of(server.engine.seen[-1])
+    assert "<think>Hm.</think>One moment.<tool_call>" in prompt
+    assert "<|tool|>sun" in prompt
+    usage = second["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt.encode())
+
+
+def test_the_events_of_a_stream(server):
+    lines = post(server, tools=[TOOL], stream=True).text.split("\n\n")
+    events = [json.loads(line.partition("data: ")[2]) for line in lines if line]
+    assert [e["type"] for e in events[:2]] == ["message_start", "content_block_start"]
+    assert [e["type"] for e in events[-2:]] == ["message_delta", "message_stop"]
+    deltas = {}
+    for event in events:
+        if event["type"] == "content_block_delta":
+            delta = dict(event["delta"])
+            kind = delta.pop("type")
+            deltas[kind] = deltas.get(kind, "") + next(iter(delta.values()))
+    assert (deltas["thinking_delta"], deltas["text_delta"]) == ("Hm.", "One moment.")
+    assert json.loads(deltas["input_json_delta"]) == {"city": "Rome"}
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_counting_tokens(server):
+    body = {"messages": [USER], "tools": [TOOL]}
+    counted = httpx.post(server.url + "/v1/messages/count_tokens", json=body).json()["input_tokens"]
+    assert counted == post(server, tools=[TOOL]).json()["usage"]["input_tokens"]
+
+
+def test_the_reasoning_can_be_switched_off(server):
+    assert post(server, thinking={"type": "disabled"}).status_code == 200
+    assert prompt_of(server.engine.seen[-1]).endswith("<think>\n\n</think>\n\n")
+
+
+def test_errors_have_the_form_of_the_api(server):
+    for fields, says in (
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "reads only text"),
+        ({"tool_choice": {"type": "tool", "name": "x"}}, "no tools"),
+        ({"tool_choice": {"type": "auto", "name": "x"}}, "a name goes with"),
+        ({"model": "gpt"}, "unknown model"),
+    ):
+        refused = post(server, **fields)
+        assert refused.status_code in (400, 404)
+        assert refused.json()["type"] == "error"
+        assert says in refused.json()["error"]["message"]

@@ -1,0 +1,147 @@
+"""Items, streams, stored and background responses of `/v1/responses`, read by the official client."""
+
+import json
+import time
+
+import httpx
+import pytest
+
+from support.fake_engine import FakeEngine
+from support.scripted_models import WEATHER, hermes_template, prompt_of
+from support.server_thread import serving
+
+TOOL = {"type": "function", **WEATHER["function"]}
+OUTPUT = '<think>\nHm.\n</think>\n\nOne moment.<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+def script(request):
+    prompt = prompt_of(request)
+    if "slow!" in prompt:
+        return list(b"x" * 3000)
+    return list(("Sunny." if "<|tool|>" in prompt or "Tools:" not in prompt else OUTPUT).encode())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    template = hermes_template(tmp_path_factory.mktemp("template"))
+    with serving(FakeEngine(script=script, max_context=4096, delay=0.001), template=template) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    import openai  # takes half a second, so not while tests are collected
+
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0, timeout=30) as client:
+        yield client
+
+
+def ask(client, input="Weather?", **options):
+    return client.responses.create(model="tiny", input=input, tools=[TOOL], **options)
+
+
+def test_the_output_has_an_item_for_each_part(client, server):
+    response = ask(client)
+    reasoning, message, call = response.output
+    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Hm.")
+    assert (message.content[0].text, call.name, json.loads(call.arguments)) == (
+        "One moment.",
+        "get_weather",
+        {"city": "Rome"},
+    )
+    assert [item.id.split("_")[0] for item in response.output] == ["rs", "msg", "fc"]
+    assert response.id.startswith("resp_")
+    assert response.usage.output_tokens_details.reasoning_tokens > 0
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+    history = [{"role": "user", "content": "Weather?"}, *(item.model_dump() for item in response.output), output]
+    assert ask(client, history).output_text == "Sunny."
+    prompt = prompt_of(server.engine.seen[-1])
+    assert "<|assistant|><think>Hm.</think>One moment.<tool_call>" in prompt
+    assert prompt.count("<|assistant|>") == 2  # the answer, and the beginning of the next one
+
+
+def test_the_events_of_a_stream(client):
+    with client.responses.stream(model="tiny", input="Weather?", tools=[TOOL]) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    kinds = list(dict.fromkeys(event.type for event in events))
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    whole = ask(client).model_dump()["output"]
+    without = {"id", "call_id", "parsed_arguments"}
+    for streamed, item in zip(final.model_dump()["output"], whole, strict=True):
+        assert {k: v for k, v in streamed.items() if k not in without and k != "content"} == {
+            k: v for k, v in item.items() if k not in without and k != "content"
+        }
+
+
+def test_logprobs_of_the_text(client):
+    response = client.responses.create(
+        model="tiny", input="Hi", top_logprobs=2, include=["message.output_text.logprobs"]
+    )
+    logprobs = response.output[-1].content[0].logprobs
+    assert "".join(entry.token for entry in logprobs) == "Sunny."
+    assert len(logprobs[0].top_logprobs) == 2
+
+
+def test_a_stored_response_is_continued(client, server):
+    first = ask(client, instructions="Be brief.", store=True)
+    call = first.output[-1]
+    output = [{"type": "function_call_output", "call_id": call.call_id, "output": "sun"}]
+    second = ask(client, output, previous_response_id=first.id, store=True)
+    assert (second.output_text, second.previous_response_id) == ("Sunny.", first.id)
+    prompt = prompt_of(server.engine.seen[-1])
+    assert "Be brief." not in prompt  # instructions apply to one response
+    assert "<|user|>Weather?<|assistant|><think>Hm.</think>One moment.<tool_call>" in prompt
+    third = client.responses.create(model="tiny", input="And now?", previous_response_id=second.id)
+    assert "Sunny.<|user|>And now?" in prompt_of(server.engine.seen[-1])
+    assert client.responses.retrieve(first.id).output[0].content[0].text == "Hm."
+    assert client.responses.input_items.list(second.id).data[0].output == "sun"
+    client.responses.delete(first.id)
+    for id in (first.id, third.id):  # the third was not stored
+        missing = httpx.get(f"{server.url}/v1/responses/{id}")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "response_not_found")
+
+
+def test_a_background_response_is_polled_and_cancelled(client, server):
+    done = client.responses.create(model="tiny", input="Hi", background=True, store=True)
+    assert done.status == "queued"
+    for _ in range(500):
+        done = client.responses.retrieve(done.id)
+        if done.status != "queued":
+            break
+        time.sleep(0.02)
+    assert (done.status, done.output_text) == ("completed", "Sunny.")
+    slow = client.responses.create(model="tiny", input="slow!", background=True, store=True)
+    cancelled = client.responses.cancel(slow.id)
+    assert cancelled.status == "cancelled"
+    server.wait_until_idle()
+    refused = httpx.post(f"{server.url}/v1/responses/{ask(client, store=True).id}/cancel")
+    assert refused.status_code == 400
+
+
+def test_counting_the_tokens_of_the_input(client, server):
+    count = client.responses.input_tokens.count(model="tiny", input="Weather?", tools=[TOOL]).input_tokens
+    assert count == ask(client).usage.input_tokens
+
+
+def test_tool_choices(client, server):
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]}
+    assert ask(client, tool_choice=allowed).output[-1].type == "function_call"
+    assert ask(client, tool_choice="none").output_text == "Sunny."
+    named = ask(client, tool_choice={"type": "function", "name": "get_weather"}, max_output_tokens=50)
+    assert named.output[-1].name == "get_weather"
