@@ -187,6 +187,15 @@ class AnswerStream:
         """Read whitespace."""
         yield from self.match(_SPACE)
 
+    def separator(self, text: str) -> Steps[bool]:
+        """Read whitespace and the text after a call. If the text does not follow, the whitespace belongs to the answer."""
+        spaces = yield from self.read(_SPACE)
+        if (yield from self.accept(text)):
+            return True
+        if not self._call:
+            self.text(spaces)
+        return False
+
     def read(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Read and return the characters that a pattern such as `[a-z]*` matches."""
         parts: list[str] = []

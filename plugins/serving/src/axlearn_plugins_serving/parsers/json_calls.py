@@ -195,8 +195,7 @@ class Llama3(SequentialFormat):
             yield from stream.space()
             yield from read_call_object(stream, strict=True)
             stream.commit()
-            yield from stream.space()
-            if not (yield from stream.accept(";")):
+            if not (yield from stream.separator(";")):
                 return
             yield from stream.space()
             if (yield from stream.peek()) != "{":
