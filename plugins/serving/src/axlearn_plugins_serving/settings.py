@@ -15,14 +15,22 @@ from axlearn_plugins_serving.runner import ModelRunner
 PREFIX = "serving."
 
 
-def engine_config(settings: Sequence[Setting], max_queue: int | None = None) -> ServingEngine.Config:
+def engine_config(
+    settings: Sequence[Setting], max_queue: int | None = None, max_context: int | None = None
+) -> ServingEngine.Config:
     """Apply settings for paths under `serving.` to the default config.
+
+    Args:
+        settings: Settings. A later one replaces an earlier one with the same path.
+        max_queue: Value of `serving.max_waiting`, unless `settings` sets it.
+        max_context: Value of `serving.runner.max_context`, unless `settings` sets it.
 
     Raises:
         ConfigError: If values do not fit together.
         RequestError: If a path is unknown or not under `serving.`, or a value does not fit.
     """
-    edits: dict[str, Any] = {} if max_queue is None else {f"{PREFIX}max_waiting": max_queue}
+    options = {f"{PREFIX}max_waiting": max_queue, f"{PREFIX}runner.max_context": max_context}
+    edits: dict[str, Any] = {path: value for path, value in options.items() if value is not None}
     for setting in settings:
         if not setting.path.startswith(PREFIX):
             raise RequestError(f"{setting.location}: not a setting of the engine\n    expected: serving.PATH=VALUE")

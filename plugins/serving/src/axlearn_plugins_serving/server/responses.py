@@ -146,7 +146,7 @@ class _Answer:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": body.model or self.service.name,
+            "model": self.service.response_name(body.model),
             "output": [] if text is None else [self._item(text, "incomplete" if status == "failed" else status)],
             "parallel_tool_calls": bool(body.parallel_tool_calls),
             "previous_response_id": None,

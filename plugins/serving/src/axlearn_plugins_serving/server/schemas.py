@@ -360,6 +360,7 @@ class TokenizeRequest(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     tools: ToolList[Tool] | None = None
     add_generation_prompt: bool = True
+    return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _check_one(self) -> "TokenizeRequest":
