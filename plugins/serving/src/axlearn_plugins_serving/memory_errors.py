@@ -29,9 +29,8 @@ def explain_memory(name: str, arrays: Callable[[], Any], fix: str) -> Iterator[N
             raise
         leaves = [leaf for leaf in jax.tree.leaves(arrays()) if hasattr(leaf, "dtype")]
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-        devices = jax.devices()
         raise WorkError(
-            f"out of memory: {name} does not fit on {len(devices)} x {devices[0].device_kind}\n"
+            f"out of memory: {name} does not fit on {jax.devices()[0].device_kind}\n"
             f"    asked for: {size / 2**30:,.2f} GiB in total\n    got: {reason(error)}\n    fix: {fix}"
         ) from error
 

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import Decoder, check, patch
-from axlearn_core.errors import RequestError
+from axlearn_core.errors import ConfigError, Problem, RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Setting
 from axlearn_plugins_serving.engine import ServingEngine
@@ -35,9 +35,20 @@ def engine_config(
         if not setting.path.startswith(PREFIX):
             raise RequestError(f"{setting.location}: not a setting of the engine\n    expected: serving.PATH=VALUE")
         edits[setting.path] = setting.value
-    config = patch({"serving": ServingEngine.Config()}, edits, Decoder(registry()).decode_value)["serving"]
+    try:
+        config = patch({"serving": ServingEngine.Config()}, edits, Decoder(registry()).decode_value)["serving"]
+    except ConfigError as error:
+        raise ConfigError(_locate(problem, settings) for problem in error.problems) from None
     check(config)
     return config
+
+
+def _locate(problem: Problem, settings: Sequence[Setting]) -> Problem:
+    """Add the location of the last setting of a problem's path, or of a part around it."""
+    for setting in reversed(settings):
+        if problem.location is None and f"{problem.path}.".startswith(f"{setting.path}."):
+            return attrs.evolve(problem, location=setting.location)
+    return problem
 
 
 def add_adapters(config: ServingEngine.Config, adapters: Sequence[str]) -> ServingEngine.Config:

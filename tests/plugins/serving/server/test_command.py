@@ -110,7 +110,9 @@ def test_a_line_for_each_request(log_requests, monkeypatch):
         assert lines == []
         return
     first, second = lines
-    assert re.fullmatch(r'\d{4}-\d\d-\d\d [\d:,]+ 127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1\.1" 200 id=req-\w+', first)
+    assert re.fullmatch(
+        r'\d{4}-\d\d-\d\d [\d:,]+ 127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1\.1" 200 id=req-\w+', first
+    )
     assert '"GET /nowhere HTTP/1.1" 404 id=req-' in second
 
 

@@ -94,6 +94,8 @@ class Metrics:
         self.responses = Counter("axlearn_responses", "HTTP responses.", ("path", "status"), registry=self._own)
         reasons = "Outputs by the reason why they ended: stop, length, abort or error."
         self.finished = Counter("axlearn_finished", reasons, ("finished_reason",), registry=self._own)
+        for reason in ("stop", "length", "abort", "error"):
+            self.finished.labels(reason)  # report zeros
         self.first_token_seconds = self._histogram("first_token_seconds", "Seconds to the first token.", _SECONDS)
         self.inter_token_seconds = self._histogram(
             "inter_token_seconds", "Seconds between the outputs of a request.", _TOKEN_SECONDS
