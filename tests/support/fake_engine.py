@@ -36,6 +36,7 @@ class Running:
     output: list
     blocks: int
     reported: bool = False
+    started: float = attrs.field(factory=time.monotonic)
 
 
 class FakeEngine:
@@ -151,6 +152,7 @@ class FakeEngine:
             prompt_logprobs=prompt_logprobs,
             finish=finish,
             stop_token=stop_token,
+            started=state.started,
         )
 
     def statistics(self):

@@ -51,11 +51,12 @@ def serving(
     template="plain",
     limits=None,
     grace=5.0,
-    log_requests=False,
+    tracer=None,
     name="tiny",
     adapters=(),
     tool_parser=None,
     reasoning_parser=None,
+    aliases=(),
     **thread,
 ):
     """Run a server, stop it, and check that the engine was closed and all blocks were freed."""
@@ -63,14 +64,14 @@ def serving(
     chat = ChatTemplate.Config() if template == "plain" else template and template.config
     text = TextProcessor.Config(template=chat).build(tokenizer=tokenizer)
     parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
-    service = Service(EngineThread(engine, **thread), text, name, adapters=adapters, **parsers)
+    service = Service(EngineThread(engine, **thread), text, name, adapters=adapters, aliases=aliases, **parsers)
     listener = bind("127.0.0.1", 0)
     running = Running(service, listener)
     ready = threading.Event()
 
     async def run():
         running.loop = asyncio.get_running_loop()
-        running.runner = ServerRunner(service, limits or ServerLimits(), grace=grace, log_requests=log_requests)
+        running.runner = ServerRunner(service, limits or ServerLimits(), grace=grace, tracer=tracer)
         running.code = await running.runner.run(listener, ready.set)
 
     def main():

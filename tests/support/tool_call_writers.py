@@ -14,7 +14,9 @@ def hermes(calls, rng):
     written = []
     for call in calls:
         members = [f'"name": {dump(call.name)}', f'"arguments": {json.dumps(call.arguments, ensure_ascii=ascii_only)}']
-        if rng.random() < 0.3 and len(members[1]) < 500:  # arguments before the name cannot be returned while they are written
+        if (
+            rng.random() < 0.3 and len(members[1]) < 500
+        ):  # arguments before the name cannot be returned while they are written
             members.reverse()
         written.append(f"<tool_call>{space}{{{', '.join(members)}}}{space}</tool_call>")
     return rng.choice(("\n", "", "\n\n")).join(written)
@@ -146,7 +148,8 @@ def gemma(calls, rng):
 def function_gemma(calls, rng):
     del rng
     return "".join(
-        f"<start_function_call>call:{call.name}{_gemma_value(call.arguments, '<escape>')}<end_function_call>" for call in calls
+        f"<start_function_call>call:{call.name}{_gemma_value(call.arguments, '<escape>')}<end_function_call>"
+        for call in calls
     )
 
 

@@ -144,6 +144,7 @@ class Output:
         stop_token: Token that ended the output.
         cached_tokens: Number of prompt tokens that were already in the cache.
         error: Error message if `finish` is "error".
+        started: When the request left the queue for the first time, from `time.monotonic`; None if unknown.
     """
 
     id: str
@@ -154,6 +155,7 @@ class Output:
     stop_token: int | None = None
     cached_tokens: int = 0
     error: str | None = None
+    started: float | None = None
 
 
 @attrs.frozen(kw_only=True)

@@ -269,7 +269,7 @@ class ServingEngine(Configurable):
             self.runner.assign(state.slot, sampling, state.seed, state.output, state.request.adapter)
             if state.cached_tokens is None:
                 state.cached_tokens = min(state.computed, state.prompt_length)
-                self.meter.record_begin(state.prompt_length, state.cached_tokens)
+                state.started = self.meter.record_begin(state.prompt_length, state.cached_tokens)
         if plan.copies:
             self.runner.copy_blocks(plan.copies)
         with self.meter.time_runner():  # on CPU devices, this may wait for the step in flight

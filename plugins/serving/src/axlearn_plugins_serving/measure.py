@@ -50,11 +50,12 @@ class Meter:
         self.host_seconds += max(0.0, seconds - self._step_runner_seconds)
         self._step_runner_seconds = 0.0
 
-    def record_begin(self, prompt_tokens: int, cached: int) -> None:
-        """Count a request that starts."""
+    def record_begin(self, prompt_tokens: int, cached: int) -> float:
+        """Count a request that starts, and return the time."""
         self.prompt_tokens += prompt_tokens
         self.cached_prompt_tokens += cached
-        self._start_times.append(time.monotonic())
+        self._start_times.append(now := time.monotonic())
+        return now
 
     def record_plan(self, *, waited: bool) -> None:
         """Record how long planning took.

@@ -33,6 +33,7 @@ class RequestState:
         stored: Number of `blocks` whose content is registered in the cache.
         shares: Whether other requests may use its blocks. False after the weights change.
         cached_tokens: Number of prompt tokens that were in the cache when the request started; None before it starts.
+        started: Time at which it left the queue for the first time, from `time.monotonic`; None before.
         prompt_logprobs: Log-probabilities of prompt tokens that have been read so far.
         drafts: Tokens that the model's heads drafted after the last token.
         places: n-gram -> index after its last token, for a drafter.
@@ -44,7 +45,7 @@ class RequestState:
     __slots__ = (
         "announced", "arrival", "blocks", "branch", "cached_tokens", "computed", "drafts", "finished", "freed", "indexed",
         "inflight", "key_version", "keys", "limit", "output_state", "places", "prompt_length", "prompt_logprobs",
-        "request", "restored", "saved", "seed", "sent_prompt_logprobs", "shares", "slot", "stored", "target", "tokens",
+        "request", "restored", "saved", "seed", "sent_prompt_logprobs", "shares", "slot", "started", "stored", "target", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, *, seed: int, arrival: int, limit: int):
@@ -63,6 +64,7 @@ class RequestState:
         self.output_state: Key | None = None
         self.shares = True
         self.cached_tokens: int | None = None
+        self.started: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.sent_prompt_logprobs = not request.sampling.prompt_logprobs
         self.places: dict[tuple[int, ...], int] = {}

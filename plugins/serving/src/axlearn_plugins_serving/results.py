@@ -90,6 +90,7 @@ def _build_output(state: RequestState, result: RowResult, end_tokens: frozenset[
         stop_token=stop_token,
         cached_tokens=state.cached_tokens or 0,
         error=error,
+        started=state.started,
     )
 
 

@@ -281,7 +281,7 @@ def test_requests_that_a_server_refuses():
 
 
 def test_keys_models_and_addresses(monkeypatch):
-    with serving(FakeEngine(), limits=ServerLimits(api_key="k")) as server:
+    with serving(FakeEngine(), limits=ServerLimits(api_keys=("k",))) as server:
         monkeypatch.setenv("BENCH_KEY", "k")
         report = bench("--url", server.url, "--num-prompts", "1", "--api-key-env", "BENCH_KEY")
         assert report.exit_code == 0, report.output

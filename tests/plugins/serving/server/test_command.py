@@ -17,6 +17,7 @@ import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.train.inference import load
 from axlearn_plugins_serving.open_engine import OpenedEngine
+from axlearn_plugins_serving.server.server_log import write_logs
 from axlearn_plugins_serving.server.server_runner import bind
 from axlearn_plugins_transformer.text.processor import TextProcessor
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
@@ -100,7 +101,7 @@ def test_a_run_without_a_tokenizer(monkeypatch):
 def test_a_line_for_each_request(log_requests, monkeypatch):
     errors = io.StringIO()
     monkeypatch.setattr(sys, "stderr", errors)
-    with serving(FakeEngine(max_context=64), log_requests=log_requests) as server:
+    with write_logs(requests=log_requests), serving(FakeEngine(max_context=64)) as server:
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 2}
         assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
         assert httpx.get(server.url + "/nowhere").status_code == 404
@@ -109,8 +110,10 @@ def test_a_line_for_each_request(log_requests, monkeypatch):
         assert lines == []
         return
     first, second = lines
-    assert re.fullmatch(r'\d{4}-\d\d-\d\d [\d:,]+ 127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1\.1" 200', first)
-    assert second.endswith('"GET /nowhere HTTP/1.1" 404')
+    assert re.fullmatch(
+        r'\d{4}-\d\d-\d\d [\d:,]+ 127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1\.1" 200 id=req-\w+', first
+    )
+    assert '"GET /nowhere HTTP/1.1" 404 id=req-' in second
 
 
 def test_options_reach_the_server(monkeypatch):
@@ -135,7 +138,7 @@ def test_options_reach_the_server(monkeypatch):
     assert result.exit_code == 0, result.output
     ((service, limits, options),) = runners
     assert limits.body_bytes == 2048
-    assert options == {"grace": 7.0, "log_requests": True}
+    assert options == {"grace": 7.0, "tracer": None}
     assert service.name == "mine"
 
 

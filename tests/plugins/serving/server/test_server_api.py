@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+from importlib.metadata import version
 
 import httpx
 import pytest
@@ -370,17 +371,62 @@ def test_tokens_there_and_back(scripted):
     assert httpx.post(scripted.url + "/detokenize", json={"tokens": []}).json() == {"prompt": ""}
     chat = httpx.post(scripted.url + "/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()
     assert bytes(chat["tokens"]) == b"User:\nHi\n\nAssistant:\n"
+    body = {"prompt": 'a"\u00e9', "return_token_strs": True}
+    assert httpx.post(scripted.url + "/tokenize", json=body).json()["token_strs"] == [
+        "a",
+        '"',
+        "bytes:\\xc3",
+        "bytes:\\xa9",
+    ]
+    refused = httpx.post(scripted.url + "/tokenize", json={"prompt": "a", "return_token_strs": "yes"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_token_strs")
 
 
 def test_metrics_and_health(client, scripted):
     client.completions.create(model="tiny", prompt="abc", max_tokens=3)
     text = httpx.get(scripted.url + "/metrics").text
-    assert 'axlearn_responses_total{path="/v1/completions",status="200"}' in text
-    assert "axlearn_compilations_total 0.0" in text
-    assert "axlearn_first_token_seconds_count" in text
+    assert 'axlearn_responses_total{model_name="tiny",path="/v1/completions",status="200"}' in text
+    assert 'axlearn_compilations_total{model_name="tiny"} 0.0' in text
+    assert 'axlearn_first_token_seconds_count{model_name="tiny"}' in text
     stats = httpx.get(scripted.url + "/stats").json()
     assert stats["model"] == "tiny"
     assert httpx.get(scripted.url + "/health").json() == {"status": "ok"}
+    for method in ("GET", "POST"):
+        assert httpx.request(method, scripted.url + "/ping").json() == {"status": "ok"}
+    assert httpx.get(scripted.url + "/version").json() == {"version": version("axlearn-plugins-serving")}
+
+
+def test_the_load_is_the_number_of_unfinished_requests():
+    with serving(FakeEngine(script=[65] * 100_000, max_context=100_000, delay=0.002)) as server:
+        assert httpx.get(server.url + "/load").json() == {"server_load": 0}
+        body = {"prompt": "abc", "max_tokens": 90_000, "stream": True, "n": 2}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body) as response:
+            lines = response.iter_lines()  # closing it closes the stream
+            next(lines)
+            assert httpx.get(server.url + "/load").json() == {"server_load": 2}
+        server.wait_until_idle()
+        assert httpx.get(server.url + "/load").json() == {"server_load": 0}
+
+
+def test_a_model_with_several_names():
+    import openai
+
+    with (
+        serving(FakeEngine(script=SCRIPT), name="first", aliases=("second",), adapters=("polite",)) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="any") as client,
+    ):
+        assert [(m.id, m.model_extra["parent"]) for m in client.models.list()] == [
+            ("first", None),
+            ("second", None),
+            ("polite", "first"),
+        ]
+        for name, answered in (("first", "first"), ("second", "first"), ("polite", "polite")):
+            messages = [{"role": "user", "content": "Hi"}]
+            assert client.completions.create(model=name, prompt="a").model == answered
+            assert client.chat.completions.create(model=name, messages=messages).model == answered
+            assert client.responses.create(model=name, input="Hi").model == answered
+        with pytest.raises(openai.NotFoundError, match="did you mean second"):
+            client.models.retrieve("secnd")
 
 
 def test_outputs_do_not_depend_on_other_requests():

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import socket
 import time
@@ -16,7 +17,7 @@ from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineStoppingError, SlowReaderError
 from axlearn_plugins_serving.server.limits import ServerLimits, allowed_hosts
 from axlearn_plugins_serving.server.prompt_job import Job
-from axlearn_plugins_serving.server.server_runner import bind
+from axlearn_plugins_serving.server.server_runner import bind, bind_unix
 from support.bad_requests import BAD, MESSAGES
 from support.fake_engine import FakeEngine
 from support.server_thread import serving
@@ -159,9 +160,46 @@ def test_slow_and_endless_heads_and_bodies():
         chunked = b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n" + b"1000\r\n" + b" " * 4096 + b"\r\n"
         assert send(head + chunked + b"1\r\n \r\n0\r\n\r\n").startswith(b"HTTP/1.1 413")
         endless = send(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 2_000_000)
-        assert endless == b"" or endless.startswith(b"HTTP/1.1 400")
+        assert endless.startswith(b"HTTP/1.1 431")
+        assert b"head_too_large" in endless
         assert send(b"\x00\xff\r\n\r\n").endswith(b'"code": "invalid_http"}}')
         assert httpx.get(server.url + "/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("head", "code"),
+    [
+        (b"x: " + b"a" * 40_000 + b"\r\n", "head_too_large"),
+        (b"x: 1\r\n" * 129, "too_many_headers"),
+        (b"x: 1\r\n" * 20_000, "head_too_large"),
+    ],
+    ids=["one-long-header", "headers", "many-headers"],
+)
+def test_a_head_that_arrives_at_once_is_limited_too(server, head, code):
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + head + b"\r\n")
+        answer = b""
+        while chunk := connection.recv(65536):
+            answer += chunk
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert code.encode() in answer
+    assert b"x-request-id: req-" in answer
+    assert time.monotonic() - began < 5
+    long = httpx.get(server.url + "/health?" + "a" * 40_000)
+    assert (long.status_code, long.json()["error"]["code"]) == (431, "head_too_large")
+
+
+def test_headers_that_trickle_do_not_extend_the_time():
+    with serving(FakeEngine(), limits=ServerLimits(head_seconds=0.3)) as server:
+        began = time.monotonic()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\n")
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() - began < 5:
+                    connection.sendall(b"x: 1\r\n")
+                    time.sleep(0.05)
+        assert time.monotonic() - began < 3
 
 
 def test_more_connections_than_allowed():
@@ -178,7 +216,7 @@ def test_more_connections_than_allowed():
 
 
 def test_an_api_key():
-    with serving(FakeEngine(), limits=ServerLimits(api_key="s3cret")) as server:
+    with serving(FakeEngine(), limits=ServerLimits(api_keys=("s3cret",))) as server:
         for headers in ({}, {"authorization": "Bearer s3creT"}, {"authorization": "Bearer s3cret2"}):
             refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a"}, headers=headers)
             assert refused.status_code == 401
@@ -190,20 +228,20 @@ def test_an_api_key():
         )
         assert httpx.get(server.url + "/metrics").status_code == 401
         assert httpx.get(server.url + "/health").status_code == 200
-    assert "s3cret" not in repr(ServerLimits(api_key="s3cret"))
+    assert "s3cret" not in repr(ServerLimits(api_keys=("s3cret",)))
 
 
 def test_web_pages_of_others_reach_nothing():
     """Web pages can use neither a form's content type nor a name that resolves to the loopback address."""
-    with serving(FakeEngine(), limits=ServerLimits(hosts=allowed_hosts("127.0.0.1", None))) as server:
+    with serving(FakeEngine(), limits=ServerLimits(hosts=allowed_hosts("127.0.0.1", has_key=False))) as server:
         body = b'{"prompt": "a"}'
         assert httpx.post(server.url + "/v1/completions", content=body).status_code == 415
         plain = {"content-type": "text/plain"}
         assert httpx.post(server.url + "/v1/completions", content=body, headers=plain).status_code == 415
         for host, status in (("evil.example:80", 421), ("evil.example", 421), ("localhost:9", 200), ("[::1]:9", 200)):
             assert httpx.get(server.url + "/health", headers={"host": host}).status_code == status
-    assert allowed_hosts("0.0.0.0", None) is None
-    assert allowed_hosts("127.0.0.1", "key") is None
+    assert allowed_hosts("0.0.0.0", has_key=False) is None
+    assert allowed_hosts("127.0.0.1", has_key=True) is None
 
 
 def test_a_full_queue_says_when_to_come_back():
@@ -311,14 +349,28 @@ def test_the_kind_of_an_error_decides_its_status(error, status):
 
 def test_new_requests_while_the_server_stops():
     with serving(endless(delay=0.002), grace=20) as server:
-        with httpx.stream("POST", server.url + "/v1/completions", json=FOREVER | {"max_tokens": 300}) as response:
+        body = FOREVER | {"max_tokens": 500}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
-            server.service.state = "draining"
-            refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a"})
-        assert refused.status_code == 503
-        assert refused.headers["retry-after"] == "5"
-        assert httpx.get(server.url + "/health").status_code == 503
+            server.stop()
+            until(lambda: server.service.state == "draining")
+            messages = [{"role": "user", "content": "Hi"}]
+            for path, body in (
+                ("/v1/completions", {"prompt": "a"}),
+                ("/v1/chat/completions", {"messages": messages}),
+                ("/v1/responses", {"input": "Hi", "stream": True}),
+            ):
+                refused = httpx.post(server.url + path, json=body)  # each is a new connection
+                assert refused.status_code == 503
+                assert refused.headers["retry-after"] == "5"
+                assert refused.headers["connection"] == "close"
+                assert refused.json()["error"]["code"] == "draining"
+            assert httpx.get(server.url + "/health").status_code == 503
+            assert httpx.post(server.url + "/ping").status_code == 503
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        server.thread.join(10)
+        assert server.code == 0
 
 
 def test_a_port_in_use_and_addresses_of_others():
@@ -328,6 +380,22 @@ def test_a_port_in_use_and_addresses_of_others():
         bind("203.0.113.7", 0)
     with pytest.raises(RequestError, match="cannot listen on"):
         bind("no.such.host.invalid", 0)
+
+
+def test_a_unix_socket(tmp_path):
+    path = tmp_path / "socket"
+    with bind_unix(path) as listener:
+        assert listener.getsockname() == str(path)
+        with pytest.raises(RequestError, match="a server listens on it"):
+            bind_unix(path)
+    bind_unix(path).close()  # replaces the socket of a server that was killed
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(RequestError, match="is not a socket"):
+        bind_unix(file)
+    for wrong in (tmp_path / "no" / "directory", tmp_path / ("a" * 120)):
+        with pytest.raises(RequestError, match="cannot listen on"):
+            bind_unix(wrong)
 
 
 class PatientEngine(FakeEngine):

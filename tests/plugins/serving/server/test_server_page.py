@@ -54,7 +54,7 @@ def test_a_chat_in_a_browser(width, tmp_path):
 @needs_browser
 def test_stopping_and_errors_in_a_browser():
     engine = FakeEngine(script=[65] * 100_000, max_context=100_000, delay=0.002)
-    with serving(engine, limits=ServerLimits(api_key="k")) as server, browser() as page:
+    with serving(engine, limits=ServerLimits(api_keys=("k",))) as server, browser() as page:
         page.open(server.url + "/")
         page.wait("document.getElementById('state').textContent.includes('API key')")
         page.run("document.getElementById('key').value = 'k'; document.getElementById('tokens').value = 90000")

@@ -59,7 +59,7 @@ def bench(url, tmp_path, *options):
 def counter(url, name):
     """Return a counter of `/metrics`."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+    return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ class _Entry:
         transfer: File with the prompt's blocks; None if there is no file.
         has_output: Whether the request has returned any output.
         attempts: Number of times that the request has been started.
+        started: When it was sent to a worker for the first time, from `time.monotonic`; None before.
     """
 
     request: Request
@@ -58,6 +59,7 @@ class _Entry:
     transfer: Transfer | None = None
     has_output: bool = False
     attempts: int = 0
+    started: float | None = None
 
 
 class RouterEngine:
@@ -225,7 +227,8 @@ class RouterEngine:
             heapq.heappop(self._waiting)
             if not entry.prefilled:
                 entry.attempts += 1
-                self._meter.record_begin(len(entry.request.prompt), 0)
+                started = self._meter.record_begin(len(entry.request.prompt), 0)
+                entry.started = started if entry.started is None else entry.started
             self._send(entry, min(free, key=lambda w: len(w.requests)))
 
     def _wants_prefill(self, entry: _Entry) -> bool:
@@ -269,7 +272,7 @@ class RouterEngine:
             entry.has_output = entry.has_output or bool(output.tokens)
             if output.finish is not None:
                 self._remove(entry)
-            outputs.append(output)
+            outputs.append(attrs.evolve(output, started=entry.started))
         return outputs
 
     def _remove(self, entry: _Entry) -> None:

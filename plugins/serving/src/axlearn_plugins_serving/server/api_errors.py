@@ -60,6 +60,12 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def draining_error() -> ApiError:
+    """Return the error for a request that arrives while the server finishes the running ones."""
+    headers = {"retry-after": "5", "connection": "close"}
+    return ApiError(503, "the server is stopping", code="draining", headers=headers)
+
+
 def parse_body(model: type[T], body: bytes, *, context: int | None = None) -> T:
     """Parse and validate a JSON request.
 

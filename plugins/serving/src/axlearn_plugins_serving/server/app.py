@@ -3,10 +3,11 @@
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from axlearn_plugins_serving.server import anthropic_messages, endpoints
 from axlearn_plugins_serving.server.api_errors import ApiError
@@ -14,6 +15,8 @@ from axlearn_plugins_serving.server.chat import chat_completions
 from axlearn_plugins_serving.server.completions import completions
 from axlearn_plugins_serving.server.http import error_response
 from axlearn_plugins_serving.server.limits import LimitRequests, ServerLimits
+from axlearn_plugins_serving.server.request_middleware import RecordRequests, RefuseWhileDraining, StripRootPath
+from axlearn_plugins_serving.server.request_record import REQUEST_ID
 from axlearn_plugins_serving.server.responses import (
     cancel_response,
     count_input_tokens,
@@ -23,18 +26,53 @@ from axlearn_plugins_serving.server.responses import (
     read_response,
 )
 from axlearn_plugins_serving.server.service import Service
+from axlearn_plugins_serving.server.tracing import Tracer
 
 _HINTS = {404: "no such path; /openapi.json lists the paths", 405: "this path does not support the method"}
 
 
-def create_app(service: Service, limits: ServerLimits | None = None) -> Starlette:
+def create_app(service: Service, limits: ServerLimits | None = None, tracer: Tracer | None = None) -> ASGIApp:
     """Build the application for a model.
 
     The caller starts the engine's thread in the event loop and stops it.
+
+    Args:
+        service: The model.
+        limits: Limits on requests, and rules for who may send them.
+        tracer: Exports a span for each request; None exports nothing.
     """
-    routes = [
+    limits = limits or ServerLimits()
+    routes = _routes()
+    paths = frozenset(route.path for route in routes)
+    starlette = Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(LimitRequests, limits=limits),
+            Middleware(RefuseWhileDraining, service=service),
+        ],
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _handle_unexpected},
+    )
+    starlette.state.service, starlette.state.limits = service, limits
+    app: ASGIApp = starlette
+    if limits.origins:  # outside of Starlette, whose answers to unexpected errors skip its middleware
+        app = CORSMiddleware(
+            app,
+            allow_origins=limits.origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "retry-after"],
+        )
+    app = RecordRequests(app, service, paths, tracer)
+    return StripRootPath(app, limits.root_path) if limits.root_path else app
+
+
+def _routes() -> list[Route]:
+    return [
         Route("/", endpoints.page),
         Route("/health", endpoints.health),
+        Route("/ping", endpoints.health, methods=["GET", "POST"]),
+        Route("/version", endpoints.version),
+        Route("/load", endpoints.load),
         Route("/metrics", endpoints.metrics),
         Route("/stats", endpoints.statistics),
         Route("/openapi.json", endpoints.openapi),
@@ -53,18 +91,6 @@ def create_app(service: Service, limits: ServerLimits | None = None) -> Starlett
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
     ]
-    paths = frozenset(route.path for route in routes)
-
-    app = Starlette(
-        routes=routes,
-        middleware=[
-            Middleware(_CountResponses, service=service, paths=paths),
-            Middleware(LimitRequests, limits=limits or ServerLimits()),
-        ],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _handle_unexpected},
-    )
-    app.state.service = service
-    return app
 
 
 async def _api_error(request: HttpRequest, error: Exception) -> Response:
@@ -86,22 +112,3 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
 
 async def _handle_unexpected(request: HttpRequest, error: Exception) -> Response:
     return _error_response(request, ApiError(500, "internal server error; see the server's log", code="internal_error"))
-
-
-class _CountResponses:
-    """ASGI middleware that counts responses by path and status."""
-
-    def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str]):
-        self._app, self._service, self._paths = app, service, paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the app and count its response."""
-        path = scope.get("path")
-        path = path if path in self._paths else "other"
-
-        async def count(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._service.metrics.responses.labels(path, message["status"]).inc()
-            await send(message)
-
-        await self._app(scope, receive, count if scope["type"] == "http" else send)

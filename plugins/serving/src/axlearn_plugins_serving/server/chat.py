@@ -81,7 +81,7 @@ class _Answers:
         self.head = {
             "id": self.service.new_id("chatcmpl-"),
             "created": int(time.time()),
-            "model": self.body.model or self.service.name,
+            "model": self.service.response_name(self.body.model),
         }
 
     async def events(self) -> AsyncIterator[bytes]:

@@ -4,136 +4,104 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 
 from axlearn_core.cli.terminal import echo
+from axlearn_plugins_serving.server.serve_options import (
+    SETTINGS,
+    ServeCommand,
+    parse_origins,
+    parse_root_path,
+    serve_options,
+)
 
 _SWITCH_SECONDS = 5e-4  # at Python's default of 5 ms, the engine's thread would wait for the event loop after each step
+Options = Mapping[str, Any]
+"""The values of the command's options, by parameter name."""
 
 
-@click.command()
+@click.command(cls=ServeCommand)
 @click.argument("uri", metavar="RUN_DIR|HF_DIR|ORG/NAME")
-@click.option("--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    metavar="PORT",
-    default=8000,
-    show_default=True,
-    help="Port to listen on; 0 picks a free port.",
-)
-@click.option("--served-model-name", metavar="NAME", help="Name of the model (default: directory name).")
-@click.option("--chat-template", metavar="FILE|plain", help="Chat template (default: the model's own).")
-@click.option("--api-key-env", metavar="VARIABLE", help="Environment variable with the API key that clients must send.")
-@click.option("--set", "set_", multiple=True, metavar="serving.PATH=VALUE", help="Set a value of the engine's config.")
-@click.option(
-    "--adapter", "adapters", multiple=True, metavar="NAME=DIR", help="Serve exported adapters as the model NAME."
-)
-@click.option("--step", type=click.IntRange(min=1), metavar="N", help="Checkpoint to serve (default: newest).")
-@click.option("--programs", metavar="DIR", help="Load programs (code) that `axlearn plan serve --export` wrote.")
-@click.option("--replicas", type=click.IntRange(min=1), metavar="N", help="Number of replicas, run by Ray Serve.")
-@click.option("--prefill", type=click.IntRange(min=1), metavar="N", help="Number of prefill processes.")
-@click.option("--decode", type=click.IntRange(min=1), metavar="N", help="Number of decode processes.")
-@click.option(
-    "--max-queue",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Limit on waiting requests; sets serving.max_waiting.",
-)
-@click.option(
-    "--max-body",
-    type=click.IntRange(min=1024),
-    metavar="BYTES",
-    default=4 * 2**20,
-    show_default=True,
-    help="Maximum size of a request body.",
-)
-@click.option(
-    "--grace",
-    type=click.FloatRange(min=0),
-    metavar="SECONDS",
-    default=30.0,
-    show_default=True,
-    help="Seconds to finish running requests after SIGTERM.",
-)
-@click.option("--log-requests", is_flag=True, help="Log each request to standard error.")
-@click.option(
-    "--engine",
-    type=click.Choice(["axlearn", "vllm"]),
-    default="axlearn",
-    show_default=True,
-    help="Engine. `vllm` runs an installed vLLM: a run is exported for it first, and arguments after -- go to `vllm serve`.",
-)
+@serve_options
 @click.argument("more", nargs=-1, metavar="[-- VLLM_ARGUMENTS]")
 @click.pass_context
-def serve(
-    context: click.Context,
-    uri: str,
-    host: str,
-    port: int,
-    served_model_name: str | None,
-    chat_template: str | None,
-    api_key_env: str | None,
-    set_: tuple[str, ...],
-    adapters: tuple[str, ...],
-    step: int | None,
-    programs: str | None,
-    replicas: int | None,
-    prefill: int | None,
-    decode: int | None,
-    max_queue: int | None,
-    max_body: int,
-    grace: float,
-    log_requests: bool,
-    engine: str,
-    more: tuple[str, ...],
-) -> None:
+def serve(context: click.Context, uri: str, more: tuple[str, ...], **options: Any) -> None:
     """Serve a model over the OpenAI API until SIGTERM or Ctrl-C.
 
     Serves a run, a directory in Hugging Face format, exported adapters, or anything that an installed plugin can open. Prints
     the address to standard output when the server is ready.
     """
-    from axlearn_core.errors import RequestError
-    from axlearn_plugins_serving.server.limits import ServerLimits, allowed_hosts, is_loopback
-    from axlearn_plugins_serving.server.server_runner import bind
-    from axlearn_plugins_serving.server.startup import Startup
+    from axlearn_core.errors import AxlearnError, RequestError
+    from axlearn_plugins_serving.server.server_log import log, write_logs
 
-    key = _key(api_key_env)
-    if key is None and not is_loopback(host):
-        echo(f"warning: anyone who can reach {host} can use this server; --api-key-env requires a key", err=True)
-    if engine == "vllm":
-        from axlearn_plugins_serving.server.external import serve_with_vllm
-
-        _check_vllm_options(context)
-        sys.exit(serve_with_vllm(uri, host=host, port=port, name=served_model_name, key=key, step=step, more=more))
-    if replicas is not None:
+    keys = _keys(options["api_keys"], options["api_key_env"])
+    _check_names(options["names"])
+    if options["engine"] == "vllm":
+        _check_vllm_options(context, keys)
+        sys.exit(_serve_with_vllm(uri, options, keys, more))
+    if options["replicas"] is not None:
         _check_replica_options(context)
     if more:
         raise RequestError(f"unexpected arguments: {' '.join(more)}\n    fix: remove them, or set --engine vllm")
-    limits = ServerLimits(body_bytes=max_body, api_key=key, hosts=allowed_hosts(host, key))
-    listener = bind(host, port)
+    if options["uds"] is not None and (both := _options_set(context, lambda name: name in ("host", "port"))):
+        raise RequestError(f"--uds cannot be combined with {', '.join(both)}\n    fix: remove one of them")
+    with write_logs(options["log_level"], options["log_format"], requests=options["log_requests"]):
+        try:
+            sys.exit(_serve(uri, options, keys, context.meta.get(SETTINGS, ())))
+        except AxlearnError as error:
+            if options["log_format"] != "json":
+                raise
+            log.error("%s", error)
+            sys.exit(error.exit_code)
+
+
+def _serve(uri: str, options: Options, keys: tuple[str, ...], settings: Sequence[Any]) -> int:
+    """Serve with the axlearn engine, and return the exit code.
+
+    Args:
+        uri: Model to serve.
+        options: Options of the command.
+        keys: API keys.
+        settings: Settings of the engine from a config file.
+    """
+    from axlearn_plugins_serving.server.limits import ServerLimits, allowed_hosts, is_loopback
+    from axlearn_plugins_serving.server.server_log import log
+    from axlearn_plugins_serving.server.server_runner import bind, bind_unix
+    from axlearn_plugins_serving.server.startup import Startup
+
+    host, path = options["host"], options["uds"]
+    if not keys and path is None and not is_loopback(host):
+        log.warning("warning: anyone who can reach %s can use this server; --api-key-env requires a key", host)
+    limits = ServerLimits(
+        body_bytes=options["max_body"],
+        api_keys=keys,
+        hosts=None if path is not None else allowed_hosts(host, has_key=bool(keys)),
+        origins=parse_origins(options["origins"]),
+        root_path=parse_root_path(options["root_path"]),
+    )
+    tracer = _open_tracer(options["otlp_traces_endpoint"])
+    listener = bind(host, options["port"]) if path is None else bind_unix(path)
     try:
-        workers = None if prefill is None and decode is None else (prefill or 1, decode or 1)
-        config = _config(set_, max_queue, adapters)
-        if replicas is None and workers is None:
+        config = _config(options, settings)
+        if options["replicas"] is not None:
+            listener.close()  # free the port for Ray Serve
+            return _run_replicas(uri, options, config, limits)
+        if _workers(options) is None:
             from axlearn_plugins_serving.engine_devices import set_up_devices
 
             set_up_devices(config, owns_cores=True)
-        if replicas is not None:
-            engine_options = uri, served_model_name, chat_template, config, step, programs, workers
-            listener.close()  # free the port for Ray Serve
-            sys.exit(_run_replicas(engine_options, limits, replicas, host, port))
-        with Startup() as startup:
+        with Startup(write=log.info) as startup:
             with _disable_gc():
-                service = _open(uri, served_model_name, chat_template, config, step, programs, workers, startup)
-            code = _run(service, limits, listener, host, grace, log_requests, startup)
-    except (RequestError, KeyboardInterrupt, SystemExit):
+                service = _open(uri, options, config, startup)
+            return _run(service, limits, listener, options, tracer, startup)
+    finally:
         listener.close()
-        raise
-    sys.exit(code)
+        if path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 @contextlib.contextmanager
@@ -149,21 +117,62 @@ def _disable_gc() -> Iterator[None]:
         gc.enable()
 
 
-def _key(variable: str | None) -> str | None:
+def _keys(keys: tuple[str, ...], variable: str | None) -> tuple[str, ...]:
+    """Return the API keys from the command line and from an environment variable."""
     from axlearn_core.errors import RequestError
 
+    if any(not key.strip() or not key.isascii() for key in keys):
+        raise RequestError("--api-key is empty or not ASCII\n    fix: set it to a key of ASCII characters")
     if variable is None:
-        return None
+        return keys
     key = os.environ.get(variable, "").strip()
     if not key:
         raise RequestError(f"the environment variable {variable} is not set\n    fix: set it to the API key")
-    return key
+    return (*keys, key)
 
 
-_VLLM_OPTIONS = ("uri", "host", "port", "served_model_name", "api_key_env", "step", "engine", "more")
+def _check_names(names: tuple[str, ...]) -> None:
+    from axlearn_core.errors import RequestError
+
+    for name in names:
+        if not name.strip() or names.count(name) > 1:
+            raise RequestError(f"--served-model-name {name!r} is empty or given twice\n    fix: remove it")
 
 
-def _check_vllm_options(context: click.Context) -> None:
+def _workers(options: Options) -> tuple[int, int] | None:
+    """Return the number of prefill and decode processes, or None for one engine in this process."""
+    prefill, decode = options["prefill"], options["decode"]
+    return None if prefill is None and decode is None else (prefill or 1, decode or 1)
+
+
+def _open_tracer(endpoint: str | None) -> Any:
+    if endpoint is None:
+        return None
+    from axlearn_plugins_serving.server.tracing import Tracer
+
+    return Tracer(endpoint)
+
+
+_VLLM_OPTIONS = ("uri", "host", "port", "names", "api_keys", "api_key_env", "max_model_len", "step", "engine", "more")
+
+
+def _serve_with_vllm(uri: str, options: Options, keys: tuple[str, ...], more: tuple[str, ...]) -> int:
+    from axlearn_plugins_serving.server.external import serve_with_vllm
+
+    if options["max_model_len"] is not None:
+        more = ("--max-model-len", str(options["max_model_len"]), *more)
+    return serve_with_vllm(
+        uri,
+        host=options["host"],
+        port=options["port"],
+        names=options["names"],
+        key=keys[0] if keys else None,
+        step=options["step"],
+        more=more,
+    )
+
+
+def _check_vllm_options(context: click.Context, keys: tuple[str, ...]) -> None:
     """Raise an error for options that only the axlearn engine supports.
 
     Raises:
@@ -175,21 +184,24 @@ def _check_vllm_options(context: click.Context) -> None:
         raise RequestError(
             f"--engine vllm does not support {', '.join(options)}\n    fix: remove it, and pass `vllm serve` options after --"
         )
+    if len(keys) > 1:
+        raise RequestError("--engine vllm supports one API key\n    fix: pass --api-key with all keys after --")
 
 
 def _check_replica_options(context: click.Context) -> None:
     """Raise an error for options that Ray Serve would ignore.
 
-    Ray Serve drains and logs requests itself.
+    Ray Serve listens, drains and logs requests itself.
 
     Raises:
         RequestError: If such an option is set.
     """
     from axlearn_core.errors import RequestError
 
-    if options := _options_set(context, lambda name: name in ("grace", "log_requests")):
+    ignored = ("grace", "log_requests", "uds", "otlp_traces_endpoint")
+    if options := _options_set(context, lambda name: name in ignored):
         raise RequestError(
-            f"--replicas does not support {', '.join(options)}: Ray Serve drains and logs requests itself\n"
+            f"--replicas does not support {', '.join(options)}: Ray Serve listens, drains and logs requests itself\n"
             "    fix: remove it; Ray writes a line for each request to its own logs"
         )
 
@@ -197,28 +209,24 @@ def _check_replica_options(context: click.Context) -> None:
 def _options_set(context: click.Context, chosen: Callable[[str], bool]) -> list[str]:
     """Return the chosen options that the user set, as spelled on the command line."""
     default = click.core.ParameterSource.DEFAULT
-    names = [(p.name, p.opts[0]) for p in context.command.params if p.name]
+    names = [(p.name, p.opts[0]) for p in context.command.params if p.name and p.expose_value]
     return [option for name, option in names if chosen(name) and context.get_parameter_source(name) != default]
 
 
-def _config(set_: tuple[str, ...], max_queue: int | None, adapters: tuple[str, ...]) -> Any:
-    """Build the engine's config from the command line."""
+def _config(options: Options, settings: Sequence[Any]) -> Any:
+    """Build the engine's config from the command line and the settings of a config file."""
     from axlearn_core.plugins.request import parse_setting
     from axlearn_plugins_serving.settings import add_adapters, engine_config
 
-    return add_adapters(engine_config([parse_setting(text) for text in set_], max_queue), adapters)
+    own = [parse_setting(text) for text in options["set_"]]
+    inner = tuple(f"{setting.path}." for setting in own)  # the command line replaces all of a path
+    settings = [setting for setting in settings if not setting.path.startswith(inner or ("\0",))]
+    config = engine_config([*settings, *own], options["max_queue"], options["max_model_len"])
+    return add_adapters(config, options["adapters"])
 
 
-def _open(
-    uri: str,
-    name: str | None,
-    template: str | None,
-    config: Any,
-    step: int | None,
-    programs: str | None,
-    workers: tuple[int, int] | None,
-    startup: Any = None,
-) -> Any:
+def _open(uri: str, options: Options, config: Any, startup: Any = None) -> Any:
+    """Open the model, and return its `Service`. Called in each replica, too."""
     import attrs
 
     from axlearn_core.errors import RequestError
@@ -231,22 +239,15 @@ def _open(
     count, report = CompileCount(), ignore_phase
     if startup is not None:
         report, startup.detail = startup.report, lambda: f", {count.total} programs so far"
-    _check_names(name or model_name(uri), config)
-    if workers is None:
-        opened = _open_engine(uri, config, step, programs, report)
-    else:
-        from axlearn_plugins_serving.disaggregated.open_router import open_router
-
-        prefill, decode = workers
-        opened = open_router(
-            uri, config=config, step=step, programs=programs, prefill=prefill, decode=decode, report=report
-        )
+    names = options["names"] or (model_name(uri),)
+    _check_adapters(names, config)
+    opened = _open_engine(uri, options, config, report)
     if opened.text is None:
         opened.engine.close()
         raise RequestError(
             f"{uri} has no tokenizer, so the server cannot read or write text\n    fix: serve a model with a tokenizer"
         )
-    text = opened.text
+    text, template = opened.text, options["chat_template"]
     if template is not None:
         chat = ChatTemplate.Config(plain=True) if template == "plain" else ChatTemplate.Config(path=template)
         text = attrs.evolve(text.config, template=chat).build(tokenizer=text.tokenizer)
@@ -254,13 +255,16 @@ def _open(
     return Service(
         EngineThread(engine),
         text,
-        name or opened.name,
+        names[0],
         adapters=engine.adapters,
         start_compilations=count.compiled,
+        aliases=tuple(names[1:]),
+        tool_parser=options["tool_parser"],
+        reasoning_parser=options["reasoning_parser"],
     )
 
 
-def _check_names(name: str, config: Any) -> None:
+def _check_adapters(names: Sequence[str], config: Any) -> None:
     """Raise `RequestError` if an adapter has the same name as the served model.
 
     Clients could request only one of them.
@@ -268,16 +272,25 @@ def _check_names(name: str, config: Any) -> None:
     from axlearn_core.errors import RequestError
     from axlearn_plugins_serving.runner import ModelRunner
 
-    if isinstance(config.runner, ModelRunner.Config) and name in config.runner.adapters:
-        raise RequestError(
-            f"--adapter {name} has the same name as the served model\n"
-            "    fix: rename the adapter, or the model with --served-model-name"
-        )
+    for name in names:
+        if isinstance(config.runner, ModelRunner.Config) and name in config.runner.adapters:
+            raise RequestError(
+                f"--adapter {name} has the same name as the served model\n"
+                "    fix: rename the adapter, or the model with --served-model-name"
+            )
 
 
-def _open_engine(uri: str, config: Any, step: int | None, programs: str | None, report: Callable[[str], None]) -> Any:
+def _open_engine(uri: str, options: Options, config: Any, report: Callable[[str], None]) -> Any:
     from pathlib import Path
 
+    step, programs = options["step"], options["programs"]
+    if (workers := _workers(options)) is not None:
+        from axlearn_plugins_serving.disaggregated.open_router import open_router
+
+        prefill, decode = workers
+        return open_router(
+            uri, config=config, step=step, programs=programs, prefill=prefill, decode=decode, report=report
+        )
     from axlearn_plugins_serving.engine_devices import set_up_devices
     from axlearn_plugins_serving.open_engine import open_engine, open_with_programs
     from axlearn_plugins_serving.programs import find_run_programs
@@ -288,43 +301,49 @@ def _open_engine(uri: str, config: Any, step: int | None, programs: str | None, 
     return open_(uri, config=config, step=step, programs=folder, report=report)
 
 
-def _run_replicas(engine_options: tuple[Any, ...], limits: Any, replicas: int, host: str, port: int) -> int:
+def _run_replicas(uri: str, options: Options, config: Any, limits: Any) -> int:
     import functools
 
     from axlearn_core.errors import RequestError
     from axlearn_plugins_serving.open_engine import model_name
     from axlearn_plugins_serving.server.replicas import serve_replicas
 
-    uri, name, template, *rest, programs, workers = engine_options
-    if workers is not None:
+    if _workers(options) is not None:
         raise RequestError("--replicas cannot be combined with --prefill or --decode\n    fix: remove one of them")
-    if port == 0:
+    if options["port"] == 0:
         raise RequestError("--replicas needs a fixed port\n    got: --port 0\n    fix: name a free port")
     # Replicas run in different directories.
+    programs = options["programs"]
     uri, programs = (os.path.abspath(p) if p and os.path.exists(p) else p for p in (uri, programs))
-    name = name or model_name(uri)
-    open_service = functools.partial(_open, uri, name, template, *rest, programs, workers)
+    names = options["names"] or (model_name(uri),)
+    options = {**options, "programs": programs, "names": names}
     return serve_replicas(
-        open_service, limits, replicas=replicas, host=host, port=port, ready=lambda url: echo(f"{name} at {url}")
+        functools.partial(_open, uri, options, config),
+        limits,
+        replicas=options["replicas"],
+        host=options["host"],
+        port=options["port"],
+        ready=lambda url: echo(f"{names[0]} at {url}"),
     )
 
 
-def _run(service: Any, limits: Any, listener: Any, host: str, grace: float, log_requests: bool, startup: Any) -> int:
+def _run(service: Any, limits: Any, listener: Any, options: Options, tracer: Any, startup: Any) -> int:
     import asyncio
 
     from axlearn_plugins_serving.server.server_runner import ServerRunner
 
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.freeze()  # the server's objects live until it exits
+    host, path = options["host"], options["uds"]
 
     async def run() -> int:
-        runner = ServerRunner(service, limits, grace=grace, log_requests=log_requests)
+        runner = ServerRunner(service, limits, grace=options["grace"], tracer=tracer)
         host_text = f"[{host}]" if ":" in host else host
-        address = f"http://{host_text}:{listener.getsockname()[1]}"
+        address = f"unix:{path}" if path is not None else f"http://{host_text}:{listener.getsockname()[1]}"
 
         def ready() -> None:
             startup.finish()
-            echo(f"{service.name} at {address}")
+            echo(f"{service.name} at {address}{limits.root_path}")
 
         return await runner.run(listener, ready)
 

@@ -61,7 +61,7 @@ class _Texts:
             "id": self.service.new_id("cmpl-"),
             "object": "text_completion",
             "created": int(time.time()),
-            "model": self.body.model or self.service.name,
+            "model": self.service.response_name(self.body.model),
         }
 
     async def events(self) -> AsyncIterator[bytes]:

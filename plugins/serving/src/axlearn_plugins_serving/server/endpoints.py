@@ -2,7 +2,8 @@
 
 import functools
 import importlib.resources
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -12,8 +13,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.chat import tokenize_conversation
+from axlearn_plugins_serving.server.constraints import Grammars
 from axlearn_plugins_serving.server.http import read_json
-from axlearn_plugins_serving.server.openapi import document
+from axlearn_plugins_serving.server.logprobs import spell
+from axlearn_plugins_serving.server.openapi import document, package_version
 from axlearn_plugins_serving.server.schemas import DetokenizeRequest, TokenizeRequest
 from axlearn_plugins_serving.server.service import Service
 
@@ -26,7 +29,10 @@ async def models(request: HttpRequest) -> Response:
     """List the model and its adapters."""
     service: Service = request.app.state.service
     return JSONResponse(
-        {"object": "list", "data": [_model(service, name) for name in (service.name, *service.adapters)]}
+        {
+            "object": "list",
+            "data": [_model(service, name) for name in (service.name, *service.aliases, *service.adapters)],
+        }
     )
 
 
@@ -47,7 +53,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "axlearn",
         "max_model_len": engine.max_context,
         "vocab_size": engine.vocab_size,
-        "parent": service.name if name != service.name else None,
+        "parent": service.name if service.adapter(name) is not None else None,
     }
 
 
@@ -55,6 +61,17 @@ async def health(request: HttpRequest) -> Response:
     """Return 200 if the server accepts requests, else 503."""
     service: Service = request.app.state.service
     return JSONResponse({"status": service.state}, 200 if service.state == "ok" else 503)
+
+
+async def version(request: HttpRequest) -> Response:
+    """Return the version of this package."""
+    return JSONResponse({"version": package_version()})
+
+
+async def load(request: HttpRequest) -> Response:
+    """Return the number of unfinished requests, for load balancers."""
+    service: Service = request.app.state.service
+    return JSONResponse({"server_load": service.thread.active})
 
 
 async def metrics(request: HttpRequest) -> Response:
@@ -82,17 +99,23 @@ async def tokenize(request: HttpRequest) -> Response:
         conversation = tokenize_conversation(body)
         tokens = (await service.render(conversation, len(await request.body()), limited=False)).tokens
     context = service.thread.engine.max_context
-    return await service.text_pool.run(lambda: _tokens_response(tokens, context), len(tokens))
+    grammars = service.grammars if body.return_token_strs else None
+    return await service.text_pool.run(lambda: _tokens_response(tokens, context, grammars), len(tokens))
 
 
-def _tokens_response(tokens: Sequence[int], context: int) -> Response:
+def _tokens_response(tokens: Sequence[int], context: int, grammars: Grammars | None) -> Response:
     """Build the response of `/tokenize` in parts.
 
-    A single call to the JSON encoder would block other threads.
+    A single call to the JSON encoder would block other threads. `grammars` spells the tokens if the client wants their text.
     """
-    parts = [",".join(map(str, tokens[i : i + _PART])) for i in range(0, len(tokens), _PART)]
-    body = f'{{"tokens":[{",".join(parts)}],"count":{len(tokens)},"max_model_len":{context}}}'
-    return Response(body, media_type="application/json")
+    fields = f'"tokens":[{_join_parts(tokens, str)}],"count":{len(tokens)},"max_model_len":{context}'
+    if grammars is not None:
+        fields += f',"token_strs":[{_join_parts(tokens, lambda token: json.dumps(spell(grammars, token)))}]'
+    return Response(f"{{{fields}}}", media_type="application/json")
+
+
+def _join_parts(tokens: Sequence[int], encode: Callable[[int], str]) -> str:
+    return ",".join(",".join(map(encode, tokens[i : i + _PART])) for i in range(0, len(tokens), _PART))
 
 
 async def detokenize(request: HttpRequest) -> Response:
@@ -113,7 +136,7 @@ async def detokenize(request: HttpRequest) -> Response:
 
 async def openapi(request: HttpRequest) -> Response:
     """Return the OpenAPI document."""
-    return JSONResponse(document())
+    return JSONResponse(document(request.app.state.limits.root_path))
 
 
 async def page(request: HttpRequest) -> Response:

@@ -40,7 +40,7 @@ def find_vllm() -> str:
 
 
 def serve_with_vllm(
-    uri: str, *, host: str, port: int, name: str | None, key: str | None, step: int | None, more: Sequence[str]
+    uri: str, *, host: str, port: int, names: Sequence[str], key: str | None, step: int | None, more: Sequence[str]
 ) -> int:
     """Run vLLM until it ends or a signal stops it, and return its exit code.
 
@@ -50,7 +50,7 @@ def serve_with_vllm(
         uri: Run directory, directory in Hugging Face format, or a name on the Hugging Face hub.
         host: Address to listen on.
         port: Port to listen on.
-        name: Name of the model for clients; None uses the directory's name.
+        names: Names of the model for clients; if empty, the directory's name.
         key: API key, passed to vLLM in an environment variable; None requires no key.
         step: Checkpoint of a run; None uses the newest.
         more: Additional arguments for `vllm serve`.
@@ -61,7 +61,7 @@ def serve_with_vllm(
     command = find_vllm()
     with _hugging_face_directory(uri, step) as directory:
         arguments = [command, "serve", str(directory), "--host", host, "--port", str(port)]
-        arguments += ["--served-model-name", name or Path(uri).resolve().name, *more]
+        arguments += ["--served-model-name", *(names or [Path(uri).resolve().name]), *more]
         environment = os.environ | ({"VLLM_API_KEY": key} if key else {})
         try:
             process = subprocess.Popen(arguments, env=environment)

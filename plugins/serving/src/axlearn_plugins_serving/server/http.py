@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.prompt_job import Job
@@ -54,8 +54,16 @@ def event(data: Any, name: str | None = None) -> bytes:
     return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
+_KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients ignore."""
+
+
 class EventStream(StreamingResponse):
-    """A stream of a job's events. The job ends if the client disconnects."""
+    """A stream of a job's events. The job ends if the client disconnects.
+
+    If there is no event for some time, for example because the request waits in the queue, the stream sends a comment, so that no
+    proxy closes the connection.
+    """
 
     def __init__(self, events: AsyncIterator[bytes], job: Job):
         super().__init__(_with_errors(events), media_type="text/event-stream", headers={"cache-control": "no-store"})
@@ -63,10 +71,46 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
+        stream = _KeepAlive(send, scope["app"].state.limits.keep_alive_seconds)
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, stream.send)
         finally:
+            stream.stop()
             self._job.close()
+
+
+class _KeepAlive:
+    """Sends a comment if nothing was sent for some time."""
+
+    def __init__(self, send: Send, seconds: float):
+        self._send, self._seconds = send, seconds
+        self._loop = asyncio.get_running_loop()
+        self._turn = asyncio.Lock()
+        self._last = self._loop.time()
+        self._task: asyncio.Task[None] | None = None
+
+    async def send(self, message: Message) -> None:
+        """Send a message of the response."""
+        async with self._turn:
+            await self._send(message)
+        self._last = self._loop.time()
+        if message["type"] == "http.response.start":
+            self._task = asyncio.ensure_future(self._run())
+        elif not message.get("more_body"):
+            self.stop()
+
+    def stop(self) -> None:
+        """Send no more comments."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._last + self._seconds - self._loop.time())
+            async with self._turn:
+                if self._loop.time() >= self._last + self._seconds:
+                    await self._send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
+                    self._last = self._loop.time()
 
 
 async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

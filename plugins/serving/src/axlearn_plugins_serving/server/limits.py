@@ -1,12 +1,12 @@
-"""Limits on requests and clients: sizes, timeouts, API key and host names."""
+"""Limits on requests and clients: sizes, timeouts, API keys and host names."""
 
 import asyncio
 import hmac
 import ipaddress
 import json
-import logging
 
 import attrs
+import h11
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,9 +15,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.http import error_response
 from axlearn_plugins_serving.server.memory_return import LARGE, Budget, MemoryReturn
+from axlearn_plugins_serving.server.request_record import REQUEST_ID, new_request_id
 
-OPEN_PATHS = frozenset({"/", "/health", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/openapi.json"})
 """Paths that do not require an API key."""
+_LINGER_SECONDS = 2.0  # seconds for a client to read an error before its unread data resets the connection
 
 
 @attrs.frozen(kw_only=True)
@@ -28,29 +30,39 @@ class ServerLimits:
         body_bytes: Maximum size of a request body.
         body_seconds: Timeout for a request body to arrive.
         large_bytes: Maximum total size of large bodies (64 KiB or more) whose responses have not started. Other large bodies wait.
+        head_bytes: Maximum size of the request line and headers.
+        headers: Maximum number of headers.
         head_seconds: Timeout for the request line and headers to arrive.
         write_seconds: Timeout for a client to read what was sent.
+        keep_alive_seconds: Interval between the comments that a stream sends while it has no event to send.
         connections: Maximum number of open connections.
-        api_key: API key that clients must send; None requires no key.
+        api_keys: API keys, one of which clients must send; if empty, no key is required.
         hosts: Allowed values of the `Host` header; None allows any.
+        origins: Origins of the web pages that may use the server, such as `https://chat.example`; `*` allows any.
+        root_path: Prefix that a proxy puts before the paths, such as `/llm`. Requests may have it or not.
     """
 
     body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
     large_bytes: int = 64 * 2**20
+    head_bytes: int = 32 * 1024
+    headers: int = 128
     head_seconds: float = 10.0
     write_seconds: float = 30.0
+    keep_alive_seconds: float = 10.0
     connections: int = 4096
-    api_key: str | None = attrs.field(default=None, repr=False)
+    api_keys: tuple[str, ...] = attrs.field(default=(), repr=False)
     hosts: frozenset[str] | None = None
+    origins: tuple[str, ...] = ()
+    root_path: str = ""
 
 
-def allowed_hosts(host: str, api_key: str | None) -> frozenset[str] | None:
+def allowed_hosts(host: str, *, has_key: bool) -> frozenset[str] | None:
     """Return the allowed host names.
 
     The restriction protects a loopback server without a key from web pages that use DNS rebinding.
     """
-    if api_key is not None or not is_loopback(host):
+    if has_key or not is_loopback(host):
         return None
     return frozenset({"localhost", "127.0.0.1", "[::1]", host if ":" not in host else f"[{host}]"})
 
@@ -64,7 +76,7 @@ def is_loopback(host: str) -> bool:
 
 
 class LimitRequests:
-    """ASGI middleware that checks API key, host, body size and body arrival time."""
+    """ASGI middleware that checks headers, host, API key, body size and body arrival time."""
 
     def __init__(self, app: ASGIApp, limits: ServerLimits):
         self._app, self._limits = app, limits
@@ -81,6 +93,7 @@ class LimitRequests:
         share = _BudgetShare(self._large)
         try:
             headers = Headers(scope=scope)
+            self._check_head(scope)
             self._check_host(headers)
             self._check_key(headers, scope["path"])
             body = await self._read(headers, receive, share)
@@ -110,6 +123,21 @@ class LimitRequests:
             share.end()
             self._memory.note(len(body))
 
+    def _check_head(self, scope: Scope) -> None:
+        """Check a head that arrived in one piece. The protocol checks only heads that are incomplete."""
+        headers = scope["headers"]
+        size = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+        size += sum(len(name) + len(value) + 4 for name, value in headers)
+        if size > self._limits.head_bytes:
+            raise large_head_error(self._limits)
+        if len(headers) > self._limits.headers:
+            raise ApiError(
+                431,
+                f"the request has {len(headers)} headers; send at most {self._limits.headers}",
+                code="too_many_headers",
+                headers={"connection": "close"},
+            )
+
     def _check_host(self, headers: Headers) -> None:
         hosts = self._limits.hosts
         host = headers.get("host", "")
@@ -122,11 +150,14 @@ class LimitRequests:
             )
 
     def _check_key(self, headers: Headers, path: str) -> None:
-        key = self._limits.api_key
-        if key is None or path in OPEN_PATHS:
+        keys = self._limits.api_keys
+        if not keys or path in OPEN_PATHS:
             return
-        key_sent = headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(key_sent.encode(), key.encode()):
+        key_sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
+        equal = [
+            hmac.compare_digest(key_sent, key.encode()) for key in keys
+        ]  # with all, so that the time tells nothing
+        if not any(equal):
             raise ApiError(
                 401,
                 "the API key is missing or wrong; send `Authorization: Bearer KEY`",
@@ -189,27 +220,42 @@ def limited_protocol(limits: ServerLimits) -> type[H11Protocol]:
     class LimitedProtocol(H11Protocol):
         _reading: asyncio.TimerHandle | None = None
         _writing: asyncio.TimerHandle | None = None
+        _refused = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > limits.connections:
-                transport.write(_TOO_MANY_CONNECTIONS)
+                transport.write(_bare_response(_TOO_MANY_CONNECTIONS, "Service Unavailable"))
                 transport.close()
                 return
             self._await_head()
 
         def data_received(self, data: bytes) -> None:
+            if self._refused:
+                return
             super().data_received(data)
+            if self._refused:
+                return
             if self.cycle is None or self.cycle.response_complete:
                 self._await_head()
             else:
                 self._reading = _cancel(self._reading)
 
         def send_400_response(self, msg: str) -> None:
-            self.transport.write(
-                _bare_response(ApiError(400, "not an HTTP request", code="invalid_http"), "Bad Request")
-            )
-            self.transport.close()
+            unread, _ = self.conn.trailing_data
+            if self.conn.their_state is h11.ERROR and len(unread) > limits.head_bytes:
+                self._refuse(_bare_response(large_head_error(limits), "Request Header Fields Too Large"))
+            else:
+                error = ApiError(400, "not an HTTP request", code="invalid_http")
+                self._refuse(_bare_response(error, "Bad Request"))
+
+        def _refuse(self, response: bytes) -> None:
+            """Send a response, and ignore what the client sends until it closes the connection or time is up."""
+            self._refused = True
+            self.transport.write(response)
+            self.transport.write_eof()
+            self._reading = _cancel(self._reading)
+            self._reading = self.loop.call_later(_LINGER_SECONDS, self._abort)
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -244,36 +290,31 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
+def large_head_error(limits: ServerLimits) -> ApiError:
+    """Return the error for a request line and headers that are too large."""
+    return ApiError(
+        431,
+        f"the request line and headers are larger than {limits.head_bytes} bytes",
+        code="head_too_large",
+        headers={"connection": "close"},
+    )
+
+
 def _bare_response(error: ApiError, phrase: str) -> bytes:
+    """Encode an error response that does not go through the application."""
     body = json.dumps(error.body).encode()
     head = f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    return head.encode() + b"connection: close\r\n\r\n" + body
+    return head.encode() + f"{REQUEST_ID}: {new_request_id()}\r\nconnection: close\r\n\r\n".encode() + body
 
 
-_TOO_MANY_CONNECTIONS = _bare_response(
-    ApiError(503, "too many connections", code="too_many_connections"), "Service Unavailable"
-)
+_TOO_MANY_CONNECTIONS = ApiError(503, "too many connections", code="too_many_connections")
 
 
-def print_access_log() -> None:
-    """Write uvicorn's access log to stderr.
-
-    Without a handler and a level, it is discarded.
-    """
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger = logging.getLogger("uvicorn.access")
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.INFO)
-
-
-def uvicorn_config(app: ASGIApp, limits: ServerLimits, *, log_requests: bool = False) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, limits: ServerLimits) -> uvicorn.Config:
     """Return uvicorn's config.
 
-    With this config, uvicorn logs only errors. If `log_requests` is True, it also logs one line per request to stderr.
+    With this config, uvicorn logs only warnings and errors. `RecordRequests` logs requests.
     """
-    if log_requests:
-        print_access_log()
     return uvicorn.Config(
         app,
         http=limited_protocol(limits),
@@ -281,10 +322,10 @@ def uvicorn_config(app: ASGIApp, limits: ServerLimits, *, log_requests: bool = F
         lifespan="off",
         loop="asyncio",
         log_config=None,
-        access_log=log_requests,
+        access_log=False,
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=30,
-        h11_max_incomplete_event_size=32 * 1024,
+        h11_max_incomplete_event_size=limits.head_bytes,
         timeout_graceful_shutdown=None,
     )

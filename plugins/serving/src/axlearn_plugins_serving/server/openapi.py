@@ -18,6 +18,7 @@ _ERRORS = {
     "413": "The body is too large.",
     "415": "The body is not application/json.",
     "421": "The server does not answer to this host name.",
+    "431": "The request line and headers are too large.",
     "429": "Too many requests are waiting; retry after `Retry-After` seconds.",
     "500": "The engine failed.",
     "503": "The server is stopping or has failed.",
@@ -47,6 +48,8 @@ _ANSWERS = (
     responses.Models,
     responses.Model,
     responses.Health,
+    responses.Version,
+    responses.Load,
     responses.EngineStatistics,
     responses.ErrorBody,
 )
@@ -81,11 +84,12 @@ _STREAMS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"
 
 
 @functools.cache
-def document() -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document."""
+def document(root_path: str = "") -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document. `root_path` is the prefix that a proxy puts before the paths."""
     modes: Any = [(m, "validation") for m in (*_BODIES, *_ANSWERS)]
     _, definitions = models_json_schema(modes, ref_template="#/components/schemas/{model}")
     paths = {path: {"post": _post(path, *parts)} for path, parts in _POSTS.items()}
+    health = _get("Check whether the server accepts requests", responses.Health, health=True)
     paths |= {
         "/v1/models": {"get": _get("List the models", responses.Models)},
         "/v1/models/{name}": {"get": _get("Describe a model", responses.Model) | {"parameters": [_NAME]}},
@@ -99,7 +103,10 @@ def document() -> dict[str, Any]:
         "/v1/responses/{id}/cancel": {
             "post": _get("Cancel a background response", responses.Response) | {"parameters": [_ID]}
         },
-        "/health": {"get": _get("Check whether the server accepts requests", responses.Health, health=True)},
+        "/health": {"get": health},
+        "/ping": {"get": health, "post": health},
+        "/version": {"get": _get("Return the version", responses.Version)},
+        "/load": {"get": _get("Return the number of unfinished requests", responses.Load)},
         "/stats": {"get": _get("Return the state and counters of the engine", responses.EngineStatistics)},
         "/metrics": {"get": _plain("Return metrics for Prometheus", "text/plain")},
         "/openapi.json": {"get": _plain("Return this document", "application/json")},
@@ -107,7 +114,8 @@ def document() -> dict[str, Any]:
     }
     return {
         "openapi": "3.1.0",
-        "info": {"title": "axlearn serve", "version": _version(), "summary": "An OpenAI-compatible API."},
+        "info": {"title": "axlearn serve", "version": package_version(), "summary": "An OpenAI-compatible API."},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": definitions["$defs"],
@@ -159,7 +167,8 @@ def _plain(summary: str, kind: str) -> dict[str, Any]:
     }
 
 
-def _version() -> str:
+def package_version() -> str:
+    """Return the version of this package, or 0 if it is not installed."""
     try:
         return version("axlearn-plugins-serving")
     except PackageNotFoundError:

@@ -158,20 +158,70 @@ class Usage:
         }
 
 
+@attrs.define
+class Timing:
+    """The times of a job, from `time.monotonic`. Times that have not been reached are None.
+
+    Attributes:
+        began: When the job was created.
+        started: When the engine started the first of its requests.
+        first: When its first token arrived.
+        last: When its last token arrived.
+    """
+
+    began: float = attrs.field(factory=time.monotonic)
+    started: float | None = None
+    first: float | None = None
+    last: float | None = None
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """Seconds in the queue."""
+        return _difference(self.began, self.started)
+
+    @property
+    def prefill_seconds(self) -> float | None:
+        """Seconds from the start to the first token."""
+        return _difference(self.started, self.first)
+
+    @property
+    def decode_seconds(self) -> float | None:
+        """Seconds from the first token to the last."""
+        return _difference(self.first, self.last)
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """Seconds until the first token."""
+        return _difference(self.began, self.first)
+
+    @property
+    def total_seconds(self) -> float | None:
+        """Seconds until the last token."""
+        return _difference(self.began, self.last)
+
+
+def _difference(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else max(0.0, end - begin)
+
+
 class Job:
     """The engine requests behind an HTTP request. Always `close` the job.
 
     Attributes:
         choices: Choices by index, with `per_prompt` of them for each prompt.
+        model: Name of the model that answers.
+        timing: Times of the job.
     """
 
-    def __init__(self, choices: Sequence[Choice], per_prompt: int, thread: EngineThread, metrics: Metrics):
-        self.choices, self._per_prompt = tuple(choices), per_prompt
+    def __init__(
+        self, choices: Sequence[Choice], per_prompt: int, thread: EngineThread, metrics: Metrics, model: str = ""
+    ):
+        self.choices, self._per_prompt, self.model = tuple(choices), per_prompt, model
         self._thread, self._metrics = thread, metrics
         self._ids = {choice.request.id: choice for choice in choices}
-        self._began = time.monotonic()
-        self._first: float | None = None
+        self.timing = Timing()
         self._outputs = None
+        self._failed = self._closed = False
 
     async def start(self, *, stream: bool) -> "Job":
         """Add the requests to the engine. Raises the same errors as `EngineThread.add`."""
@@ -189,31 +239,31 @@ class Job:
             sum(choice.reasoning_tokens for choice in self.choices),
         )
 
+    @property
+    def finish_reasons(self) -> list[str]:
+        """The reason why each choice ended: `stop`, `length`, `error`, or `abort` if the client left or it is running."""
+        return [choice.finish or ("error" if self._failed else "abort") for choice in self.choices]
+
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """Yield new outputs until all choices have ended.
 
         Raises:
             ApiError: If the engine fails.
         """
-        assert self._outputs is not None
         running = len(self.choices)
         while running:
-            try:
-                outputs = await self._outputs.get()
-            except EngineFailedError as error:
-                status = 503 if isinstance(error, EngineStoppingError) else 500
-                raise ApiError(status, str(error), code="engine_error") from None
-            except SlowReaderError as error:
-                raise ApiError(408, f"the client reads too slowly: {error}", code="slow_reader") from None
-            if self._first is None and any(output.tokens for output in outputs):
-                self._first = time.monotonic()
-                self._metrics.first_token_seconds.observe(self._first - self._began)
+            outputs = await self._next_outputs()
+            self._record(outputs)
             batch = []
             for output in outputs:
                 choice = self._ids[output.id]
                 if choice.finish is not None:
                     continue
-                batch.append(choice.push(output))
+                try:
+                    batch.append(choice.push(output))
+                except ApiError:
+                    self._failed = True
+                    raise
                 if choice.finish is not None:
                     running -= 1
                     if output.finish is None:  # the engine does not know about stop strings
@@ -221,16 +271,53 @@ class Job:
             yield batch
         self._observe()
 
+    async def _next_outputs(self) -> Sequence[Output]:
+        """Wait for outputs. Raises `ApiError` if the engine fails or the client reads too slowly."""
+        assert self._outputs is not None
+        try:
+            return await self._outputs.get()
+        except EngineFailedError as error:
+            self._failed = True
+            status = 503 if isinstance(error, EngineStoppingError) else 500
+            raise ApiError(status, str(error), code="engine_error") from None
+        except SlowReaderError as error:
+            raise ApiError(408, f"the client reads too slowly: {error}", code="slow_reader") from None
+
+    def _record(self, outputs: Sequence[Output]) -> None:
+        """Record the times of outputs."""
+        timing, now = self.timing, time.monotonic()
+        if timing.started is None:
+            timing.started = min((o.started for o in outputs if o.started is not None), default=None)
+        if not any(output.tokens for output in outputs):
+            return
+        if timing.last is None:
+            timing.first = now
+            self._metrics.first_token_seconds.observe(now - timing.began)
+        else:
+            self._metrics.inter_token_seconds.observe(now - timing.last)
+        timing.last = now
+
     def close(self) -> None:
-        """Abort the requests that are still running."""
-        if self._outputs is not None:
+        """Abort the requests that are still running, and count how the choices ended."""
+        if self._outputs is not None and not self._closed:
+            self._closed = True
             self._thread.abort(self._outputs.ids)
+            for reason in self.finish_reasons:
+                self._metrics.finished.labels(reason).inc()
 
     def _observe(self) -> None:
-        seconds = time.monotonic() - self._began
-        usage = self.usage
-        self._metrics.request_seconds.observe(seconds)
-        self._metrics.prompt_length.observe(usage.prompt)
-        self._metrics.output_length.observe(usage.completion)
-        if self._first is not None and len(self.choices) == 1 and usage.completion > 1:
-            self._metrics.output_token_seconds.observe((seconds - self._first + self._began) / (usage.completion - 1))
+        timing, usage, metrics = self.timing, self.usage, self._metrics
+        timing.last = time.monotonic()
+        for histogram, seconds in (
+            (metrics.request_seconds, timing.total_seconds),
+            (metrics.queue_seconds, timing.queue_seconds),
+            (metrics.prefill_seconds, timing.prefill_seconds),
+            (metrics.decode_seconds, timing.decode_seconds),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
+        metrics.prompt_length.observe(usage.prompt)
+        metrics.output_length.observe(usage.completion)
+        decode = timing.decode_seconds
+        if decode is not None and len(self.choices) == 1 and usage.completion > 1:
+            metrics.output_token_seconds.observe(decode / (usage.completion - 1))

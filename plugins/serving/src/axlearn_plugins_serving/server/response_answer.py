@@ -99,7 +99,7 @@ class ResponseAnswer:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": body.model or self.service.name,
+            "model": self.service.response_name(body.model),
             "output": [] if running else [self._item(block, status) for block in self._blocks.blocks],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,

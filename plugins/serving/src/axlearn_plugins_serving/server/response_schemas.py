@@ -263,11 +263,24 @@ class MessageErrorBody(BaseModel):
 
 
 class Tokens(BaseModel):
-    """The response of `/tokenize`."""
+    """The response of `/tokenize`. `token_strs` is the text of each token, if the request asks for it."""
 
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | None = None
+
+
+class Version(BaseModel):
+    """The version of `axlearn-plugins-serving`."""
+
+    version: str
+
+
+class Load(BaseModel):
+    """The number of unfinished requests."""
+
+    server_load: int
 
 
 class Text(BaseModel):

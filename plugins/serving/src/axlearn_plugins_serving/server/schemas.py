@@ -357,6 +357,7 @@ class TokenizeRequest(Body):
     tools: ToolList[Tool] | None = None
     chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool = True
+    return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _check_one(self) -> "TokenizeRequest":

@@ -5,8 +5,9 @@ import contextlib
 import errno
 import signal
 import socket
-import sys
+import stat
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import uvicorn
 
@@ -14,7 +15,9 @@ from axlearn_core.errors import RequestError, counted
 from axlearn_plugins_serving.server.app import create_app
 from axlearn_plugins_serving.server.engine_thread import EngineStoppingError
 from axlearn_plugins_serving.server.limits import ServerLimits, uvicorn_config
+from axlearn_plugins_serving.server.server_log import log
 from axlearn_plugins_serving.server.service import Service
+from axlearn_plugins_serving.server.tracing import Tracer
 
 _ERROR_READ_SECONDS = 2.0  # seconds for clients to read the error response
 
@@ -46,6 +49,43 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def bind_unix(path: str | Path) -> socket.socket:
+    """Open a listening Unix socket.
+
+    The process's umask sets who may connect, usually only its user. A socket that a killed server left is replaced.
+
+    Raises:
+        RequestError: If the path is in use, is not a socket, or cannot be created.
+    """
+    path = Path(path)
+    if path.exists() or path.is_symlink():
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise RequestError(f"--uds {path}: the file exists and is not a socket\n    fix: choose another path")
+        if _accepts_connections(path):
+            raise RequestError(f"--uds {path}: a server listens on it\n    fix: stop it, or choose another path")
+        path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise RequestError(
+            f"cannot listen on {path}: {error.strerror or error}\n"
+            "    fix: choose a path of at most 107 bytes in a directory that this user can write to"
+        ) from None
+    return listener
+
+
+def _accepts_connections(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        try:
+            client.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
 class _Server(uvicorn.Server):
     """A uvicorn server that leaves signals to `ServerRunner`."""
 
@@ -61,9 +101,9 @@ class ServerRunner:
         service: The served model. Its `state` tells whether the server accepts requests.
     """
 
-    def __init__(self, service: Service, limits: ServerLimits, *, grace: float = 30.0, log_requests: bool = False):
-        self.service, self._grace = service, grace
-        self._server = _Server(uvicorn_config(create_app(service, limits), limits, log_requests=log_requests))
+    def __init__(self, service: Service, limits: ServerLimits, *, grace: float = 30.0, tracer: Tracer | None = None):
+        self.service, self._grace, self._tracer = service, grace, tracer
+        self._server = _Server(uvicorn_config(create_app(service, limits, tracer), limits))
         self._draining: asyncio.Task[None] | None = None
         self._aborted = 0
 
@@ -91,10 +131,12 @@ class ServerRunner:
         await self.service.thread.stop()
         self.service.text_pool.close()
         self.service.bodies.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
         return 1 if self._aborted or self.service.thread.failure is not None else 0
 
     def stop(self) -> None:
-        """Reject new requests, finish running ones, then stop.
+        """Answer new requests with 503, finish running ones, then stop.
 
         A second call aborts running requests.
         """
@@ -108,13 +150,13 @@ class ServerRunner:
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self._server.should_exit = True
         while self.service.thread.active and loop.time() - began < self._grace:
             await asyncio.sleep(0.02)
         self._aborted = self.service.thread.active
         if self._aborted:
-            print(f"aborted {counted(self._aborted, 'request')} still running after the grace period", file=sys.stderr)
+            log.warning("aborted %s still running after the grace period", counted(self._aborted, "request"))
             self.service.thread.abort_all(EngineStoppingError())
+        self._server.should_exit = True  # until now, the server answered new requests with 503
         deadline = loop.time() + _ERROR_READ_SECONDS
         while self._server.server_state.tasks and loop.time() < deadline:
             await asyncio.sleep(0.02)
@@ -125,7 +167,7 @@ class ServerRunner:
 
     def _fail(self) -> None:
         self.service.state = "failed"
-        print(f"error: the engine has failed: {self.service.thread.failure!r}", file=sys.stderr)
+        log.error("error: the engine has failed: %r", self.service.thread.failure)
         self._grace = 0.0
         self.stop()
 

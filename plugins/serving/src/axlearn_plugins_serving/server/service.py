@@ -15,7 +15,7 @@ from axlearn_core.errors import AxlearnError, RequestError, nearest
 from axlearn_plugins_serving.contracts import QueueFullError, Request, Sampling
 from axlearn_plugins_serving.parsers.selection import NONE, choose_reasoning_format, choose_tool_format
 from axlearn_plugins_serving.server.answer_reader import AnswerFormats, AnswerReader
-from axlearn_plugins_serving.server.api_errors import ApiError
+from axlearn_plugins_serving.server.api_errors import ApiError, draining_error
 from axlearn_plugins_serving.server.background import BackgroundResponses
 from axlearn_plugins_serving.server.body_check import BodyCheck
 from axlearn_plugins_serving.server.constraints import Grammars
@@ -25,6 +25,7 @@ from axlearn_plugins_serving.server.engine_thread import EngineFailedError, Engi
 from axlearn_plugins_serving.server.forced_calls import forced_grammar
 from axlearn_plugins_serving.server.grammar_constraint import GrammarConstraint
 from axlearn_plugins_serving.server.prompt_job import Choice, Job
+from axlearn_plugins_serving.server.request_record import current_request
 from axlearn_plugins_serving.server.response_store import ResponseStore
 from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
 from axlearn_plugins_serving.server.server_metrics import Metrics
@@ -52,6 +53,7 @@ class Service:
         tool_parser: Name of the format in which the model calls tools. None chooses it by the chat template; `none` does not
             parse calls.
         reasoning_parser: Name of the format in which the model reasons, as for `tool_parser`.
+        aliases: Other names under which clients may request the model. Responses contain `name`.
         state: `ok`, `draining` (no new requests) or `failed`.
         start_compilations: Number of programs that XLA compiled during startup; 0 if exported programs were loaded.
         bodies: Parses requests.
@@ -70,6 +72,7 @@ class Service:
     reasoning_parser: str | None = None
     state: str = "ok"
     start_compilations: int = 0
+    aliases: tuple[str, ...] = ()
     created: int = attrs.field(factory=lambda: int(time.time()))
     grammars: Grammars = attrs.field(init=False)
     metrics: Metrics = attrs.field(init=False)
@@ -91,7 +94,7 @@ class Service:
             choose_reasoning_format(template, self.reasoning_parser),
             leaves_calls=self.tool_parser == NONE,
         )
-        self.metrics = Metrics(lambda: self.thread.statistics, start_compilations=self.start_compilations)
+        self.metrics = Metrics(self.name, lambda: self.thread.statistics, start_compilations=self.start_compilations)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -108,14 +111,18 @@ class Service:
         Raises:
             ApiError: 404 if the name is unknown.
         """
-        if model is None or model == self.name:
+        if model is None or model == self.name or model in self.aliases:
             return None
         if model in self.adapters:
             return model
-        names = (self.name, *self.adapters)
+        names = (self.name, *self.aliases, *self.adapters)
         close = nearest(model[:200], names)
         hint = f"did you mean {', '.join(close)}?" if close else f"this server has {', '.join(names)}"
         raise ApiError(404, f"unknown model {model[:200]!r}; {hint}", param="model", code="model_not_found")
+
+    def response_name(self, model: str | None) -> str:
+        """Return the model's name in the response to a request for `model`: an adapter, or the served model's first name."""
+        return self.adapter(model) or self.name
 
     async def encode(self, texts: Sequence[str], *, limited: bool = True) -> list[list[int]]:
         """Encode texts as prompts, with the tokenizer's prefix.
@@ -194,7 +201,7 @@ class Service:
             ApiError: 400 if the request is invalid, 429 if the queue is full, 503 if the server is stopping.
         """
         if self.state == "draining":
-            raise ApiError(503, "the server is stopping", code="draining", headers={"retry-after": "5"})
+            raise draining_error()
         adapter = self.adapter(fields.model)
         if len(prompts) * (fields.n or 1) > MAX_CONTINUATIONS:
             raise ApiError(400, f"{param}: more than {MAX_CONTINUATIONS} continuations in one request", param=param)
@@ -217,9 +224,9 @@ class Service:
                 )
                 output = self.text.output(prompt, fields.stops, spelled=reader.special_tokens)
                 choices.append(Choice(index, request, output, reader.new_parser()))
-        job = Job(choices, fields.n or 1, self.thread, self.metrics)
+        job = Job(choices, fields.n or 1, self.thread, self.metrics, adapter or self.name)
         try:
-            return await job.start(stream=bool(fields.stream))
+            await job.start(stream=bool(fields.stream))
         except QueueFullError as error:
             after = str(max(1, math.ceil(error.retry_after)))
             raise ApiError(429, str(error), code="queue_full", headers={"retry-after": after}) from None
@@ -227,6 +234,9 @@ class Service:
             raise ApiError(400, str(error)) from None
         except EngineFailedError as error:
             raise ApiError(503, str(error), code="engine_error") from None
+        if (record := current_request.get()) is not None:
+            record.job = job
+        return job
 
     def _read_sampling(
         self, fields: SamplingFields, max_tokens: int | None, logprobs: int | None, prompt_logprobs: bool, index: int

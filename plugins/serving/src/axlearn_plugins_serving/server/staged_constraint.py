@@ -34,7 +34,8 @@ class Stages:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Stages":
         """Return the stages that `attrs.asdict` wrote to JSON."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        return cls(**fields)
 
 
 class StagedConstraint:

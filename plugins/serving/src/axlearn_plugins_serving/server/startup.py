@@ -26,9 +26,17 @@ class Startup:
     Args:
         every_seconds: Interval between the lines of a long phase.
         grace_seconds: Time for the main thread to clean up after a signal.
+        write: Writes a line; the default prints it to standard error.
     """
 
-    def __init__(self, *, every_seconds: float = 10.0, grace_seconds: float = 2.0):
+    def __init__(
+        self,
+        *,
+        every_seconds: float = 10.0,
+        grace_seconds: float = 2.0,
+        write: Callable[[str], None] | None = None,
+    ):
+        self._write = write or _print
         self.detail: Callable[[], str] = str
         self._every, self._grace = every_seconds, grace_seconds
         self._began = self._phase_began = time.monotonic()
@@ -61,7 +69,7 @@ class Startup:
     def report(self, phase: str) -> None:
         """Begin a phase, such as "reading the weights"."""
         self._phase, self._phase_began = phase, time.monotonic()
-        _print(phase)
+        self._write(phase)
 
     def finish(self) -> None:
         """End startup. Signal handlers that the server has installed in the meantime stay in place."""
@@ -69,7 +77,7 @@ class Startup:
             self._restore_signals()
         self._handlers = {}
         self._close()
-        _print(f"ready after {time.monotonic() - self._began:.1f} s")
+        self._write(f"ready after {time.monotonic() - self._began:.1f} s")
 
     def _restore_signals(self) -> None:
         if not self._handlers:
@@ -105,11 +113,11 @@ class Startup:
 
     def _report_again(self) -> None:
         if self._phase:
-            _print(f"still {self._phase}: {time.monotonic() - self._phase_began:.0f} s{self.detail()}")
+            self._write(f"still {self._phase}: {time.monotonic() - self._phase_began:.0f} s{self.detail()}")
 
     def _end(self, number: int) -> None:
         phase = f" while {self._phase}" if self._phase else ""
-        _print(f"stopped by {signal.Signals(number).name} after {time.monotonic() - self._began:.1f} s{phase}")
+        self._write(f"stopped by {signal.Signals(number).name} after {time.monotonic() - self._began:.1f} s{phase}")
         self._stopped.set()
         time.sleep(self._grace)
         os._exit(128 + number)

@@ -24,9 +24,39 @@ from axlearn_plugins_serving.parsers.answer_formats import (
     ToolFormat,
 )
 
-_WORDS = ("a", "Zürich", "東京", "😀", "👩‍👩‍👧", '"', "'", "\\", "\n", "\t", "{", "}", "[", "]", ":", ",", "<", ">", "|", "`", "5", "true")
+_WORDS = (
+    "a",
+    "Zürich",
+    "東京",
+    "😀",
+    "👩‍👩‍👧",
+    '"',
+    "'",
+    "\\",
+    "\n",
+    "\t",
+    "{",
+    "}",
+    "[",
+    "]",
+    ":",
+    ",",
+    "<",
+    ">",
+    "|",
+    "`",
+    "5",
+    "true",
+)
 _WORDS += ("\\n", "\\u00e9", "</", "null", " ", "  ", "x = 1", "; ", "=", "(", ")", "&amp;", "\u2028", "\u0000")
-_TEXTS = ("Let me look that up.", "Sure!\n", "  indented", "1 < 2 and {3}", "✓ 😀\n\n- item\n", "[1] says \"no\" | 'yes'")
+_TEXTS = (
+    "Let me look that up.",
+    "Sure!\n",
+    "  indented",
+    "1 < 2 and {3}",
+    "✓ 😀\n\n- item\n",
+    "[1] says \"no\" | 'yes'",
+)
 _NOISE = "{}[]<>|\"'\\:,() \nabc0_=-/😀"
 _SECONDS = 20.0
 """Time for a megabyte of text. Parsers whose time is not linear in the length need minutes."""
@@ -209,7 +239,10 @@ class ToolFormatSuite:
             rng = random.Random(seed)
             generator = _Generator(rng, (*self.words, *self.format.special_tokens), self.forbidden)
             # Each call has a function of its own, so that its schema fits its arguments.
-            calls = [generator.call(f"{rng.choice(('get_weather', 'f', 'search-web'))}_{i}") for i in range(rng.randint(1, 3))]
+            calls = [
+                generator.call(f"{rng.choice(('get_weather', 'f', 'search-web'))}_{i}")
+                for i in range(rng.randint(1, 3))
+            ]
             before = rng.choice(("", *_TEXTS)) if self.text_before else ""
             after = rng.choice(("", *_TEXTS)) if self.text_after else ""
             written = [self.write_text(before) if before else "", self.write(calls, rng)]
@@ -224,8 +257,12 @@ class ToolFormatSuite:
             for stream in (False, True):
                 for sizes in self._splits(rng, output):
                     answer = parse(self.format.new(offer(calls), stream=stream), output, sizes)
-                    parsed = [part if isinstance(part, str) else Call(part[0], json.loads(part[1])) for part in answer.parts]
-                    assert parsed == [part for part in (before, *calls, after) if part], f"parsed {answer} from {output!r}"
+                    parsed = [
+                        part if isinstance(part, str) else Call(part[0], json.loads(part[1])) for part in answer.parts
+                    ]
+                    assert parsed == [part for part in (before, *calls, after) if part], (
+                        f"parsed {answer} from {output!r}"
+                    )
 
     def test_malformed_calls_raise_nothing(self) -> None:
         """Parse outputs that were changed at random."""
@@ -233,7 +270,8 @@ class ToolFormatSuite:
             changed = _damage(output, rng)
             for stream in (False, True):
                 answers = [
-                    parse(self.format.new(offer(calls), stream=stream), changed, sizes) for sizes in self._splits(rng, changed)
+                    parse(self.format.new(offer(calls), stream=stream), changed, sizes)
+                    for sizes in self._splits(rng, changed)
                 ]
                 assert answers[1:] == answers[:-1], f"the answers depend on the pieces of {changed!r}"
                 assert {name for name, _ in answers[0].calls} <= {call.name for call in calls}
