@@ -32,24 +32,31 @@ class QueueFullError(RequestError):
 class Sampling:
     """Sampling parameters of a request.
 
-    They apply in this order: `logit_bias`, the penalties, `temperature`, `top_k`, `top_p`, `min_p`.
+    They apply in this order: `logit_bias`, `repetition_penalty`, the other penalties, `min_tokens` and `bad_tokens`,
+    `temperature`, `top_k`, `top_p`, `min_p`.
 
     Attributes:
         max_tokens: Maximum number of output tokens; None generates until the context is full.
         temperature: Sampling temperature; 0 always picks the most likely token.
         top_k: Number of most likely tokens to sample from; None samples from all.
-        top_p: Sample from the smallest set of tokens with at least this total probability (Holtzman et al., 2020).
+        top_p: Sample from the smallest set of tokens with at least this total probability (Holtzman et al., 2020). 0 always picks
+            the most likely token.
         min_p: Minimum probability of a token, relative to the most likely one (Nguyen et al., 2024).
         seed: Seed for sampling. The same seed produces the same tokens in any batch. None picks a random seed.
         presence_penalty: Subtracted from the logit of each token that is already in the output.
         frequency_penalty: Subtracted from a token's logit once for each occurrence of the token in the output.
+        repetition_penalty: Divides the positive logits of the tokens in the prompt and the output, and multiplies the negative
+            ones (Keskar et al., 2019). 1 changes nothing.
+        min_tokens: Number of output tokens before which no end token or stop token is chosen.
+        bad_tokens: Sequences of tokens that the output never contains. The last token of a sequence is not chosen after the others.
         logit_bias: Token -> value added to its logit.
         stop_tokens: Tokens that end the output, in addition to the tokenizer's end token. The output excludes the token that
             ended it.
         ignore_end: Whether to continue after the end token.
         logprobs: Number of most likely tokens to report with each output token's log-probability; None reports nothing.
             Log-probabilities come from the model's distribution, before bias, penalties and temperature.
-        prompt_logprobs: Whether to also report log-probabilities of the prompt tokens after the first.
+        prompt_logprobs: Number of most likely tokens to report with the log-probability of each prompt token after the first.
+            True reports as many as `logprobs`. None and False report nothing.
     """
 
     max_tokens: int | None = 16
@@ -60,11 +67,35 @@ class Sampling:
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    bad_tokens: tuple[tuple[int, ...], ...] = ()
     logit_bias: Mapping[int, float] = attrs.field(factory=dict)
     stop_tokens: frozenset[int] = frozenset()
     ignore_end: bool = False
     logprobs: int | None = None
-    prompt_logprobs: bool = False
+    prompt_logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always chosen."""
+        return self.temperature == 0 or self.top_p == 0
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether a bias or a penalty changes the logits."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(self.logit_bias or penalties)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether to report log-probabilities of the prompt."""
+        return self.prompt_logprobs is not None and self.prompt_logprobs is not False
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Number of most likely tokens to report at each position of the prompt."""
+        return (self.logprobs or 0) if self.prompt_logprobs is True else int(self.prompt_logprobs or 0)
 
 
 class Constraint(Protocol):
@@ -478,7 +509,13 @@ class Runner(Protocol):
         ...
 
     def assign(
-        self, slot: int, sampling: Sampling, seed: int, output: Sequence[int], adapter: str | None = None
+        self,
+        slot: int,
+        sampling: Sampling,
+        seed: int,
+        output: Sequence[int],
+        adapter: str | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
         """Assign a slot to a request.
 
@@ -488,6 +525,7 @@ class Runner(Protocol):
             seed: 32-bit seed. It is combined with the number of tokens chosen so far.
             output: Tokens chosen so far; not empty if the request was preempted.
             adapter: One of `adapters`; None uses the base model.
+            prompt: Tokens of the prompt, for the repetition penalty.
         """
         ...
 

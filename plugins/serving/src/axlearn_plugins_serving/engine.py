@@ -35,10 +35,11 @@ from axlearn_plugins_serving.contracts import (
 from axlearn_plugins_serving.drafting import Drafter, ModelDrafter, add_drafts, can_draft
 from axlearn_plugins_serving.measure import Meter
 from axlearn_plugins_serving.request_state import RequestState
-from axlearn_plugins_serving.results import constraint_mask, read_part
+from axlearn_plugins_serving.results import read_part
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.scheduler import Limits, Part, PriorityScheduler, Scheduler, SchedulerOutput
 from axlearn_plugins_serving.snapshots import Snapshots
+from axlearn_plugins_serving.token_masks import next_mask
 
 
 class _InFlightStep(NamedTuple):
@@ -222,9 +223,7 @@ class ServingEngine(Configurable):
 
     def _needs_results(self) -> bool:
         """Return True if the next step depends on the tokens in flight."""
-        return any(
-            s.inflight and (s.request.constraint is not None or self._uses_drafts(s)) for s in self.scheduler.running
-        )
+        return any(s.inflight and (s.mask_needs_output or self._uses_drafts(s)) for s in self.scheduler.running)
 
     def _uses_drafts(self, state: RequestState) -> bool:
         return self.drafter is not None and can_draft(state)
@@ -242,8 +241,8 @@ class ServingEngine(Configurable):
         rows, parts = [], []
         for part in plan.parts:
             state, mask = part.state, None
-            if part.sample and state.request.constraint is not None:
-                mask, problem = constraint_mask(state.request.constraint, self.vocab_size)
+            if part.sample and state.needs_mask:
+                mask, problem = next_mask(state, self.end_tokens, self.vocab_size)
                 if problem is not None:
                     outputs.append(Output(id=state.request.id, finish="error", error=problem))
                     self._remove_request(state)
@@ -266,7 +265,8 @@ class ServingEngine(Configurable):
             sampling = state.request.sampling
             if self._uses_drafts(state):  # drafts are verified against the most likely token at each position
                 sampling = attrs.evolve(sampling, logprobs=max(1, sampling.logprobs or 0))
-            self.runner.assign(state.slot, sampling, state.seed, state.output, state.request.adapter)
+            request = state.request
+            self.runner.assign(state.slot, sampling, state.seed, state.output, request.adapter, request.prompt)
             if state.cached_tokens is None:
                 state.cached_tokens = min(state.computed, state.prompt_length)
                 self.meter.record_begin(state.prompt_length, state.cached_tokens)

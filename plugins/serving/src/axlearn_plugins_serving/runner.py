@@ -212,12 +212,18 @@ class ModelRunner(Configurable):
             self._loader.stop()
 
     def assign(
-        self, slot: int, sampling: Sampling, seed: int, output: Sequence[int], adapter: str | None = None
+        self,
+        slot: int,
+        sampling: Sampling,
+        seed: int,
+        output: Sequence[int],
+        adapter: str | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
         """See `Runner.assign`."""
         self._sampling[slot] = sampling
         number = 0 if adapter is None else 1 + self.adapters.index(adapter)
-        row = table_row(sampling, seed, output, self.vocab_size, number)
+        row = table_row(sampling, seed, output, self.vocab_size, number, prompt)
         self._tables = self.program.compile("serve_assign")(self._tables, np.int32(slot), row)
 
     def submit(self, rows: Sequence[Row], steps: int = 1) -> SubmittedStep:

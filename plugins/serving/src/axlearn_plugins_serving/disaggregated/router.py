@@ -231,7 +231,7 @@ class RouterEngine:
     def _wants_prefill(self, entry: _Entry) -> bool:
         request = entry.request
         too_short = len(request.prompt) <= self._ready.block_size
-        return not (entry.prefilled or too_short or request.sampling.prompt_logprobs)
+        return not (entry.prefilled or too_short or request.sampling.scores_prompt)
 
     def _send(self, entry: _Entry, worker: WorkerProcess) -> None:
         entry.worker = worker

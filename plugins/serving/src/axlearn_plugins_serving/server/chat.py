@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from axlearn_plugins_serving.server.http import DONE, EventStream, UsageReport, event, read_json, respond
-from axlearn_plugins_serving.server.logprobs import chat_logprobs
+from axlearn_plugins_serving.server.logprobs import chat_logprobs, prompt_logprobs
 from axlearn_plugins_serving.server.prompt_job import Delta, Job
 from axlearn_plugins_serving.server.schemas import ChatRequest, Message, Tool
 from axlearn_plugins_serving.server.service import Service
@@ -79,9 +79,10 @@ class _Answers:
         async for deltas in self.job.deltas():
             for delta in deltas:
                 head = {} if delta.index in started else {"role": "assistant"}
-                if delta.text or delta.scored or (head and delta.finish):
+                tokens = self.body.return_token_ids and delta.tokens
+                if delta.text or delta.scored or tokens or (head and delta.finish):
+                    yield self._event(delta.index, {**head, "content": delta.text}, report, delta, first=not started)
                     started.add(delta.index)
-                    yield self._event(delta.index, {**head, "content": delta.text}, report, delta)
                 if delta.finish:
                     yield self._event(delta.index, {}, report, finish=delta.finish)
         if report.last:
@@ -105,10 +106,11 @@ class _Answers:
                 },
                 "logprobs": self._logprobs(*deltas[choice.index]),
                 "finish_reason": choice.finish,
+                **self._token_ids(*deltas[choice.index]),
             }
             for choice in self.job.choices
         ]
-        head = {**self.head, "object": "chat.completion"}
+        head = {**self.head, "object": "chat.completion", **self._prompt_fields()}
         return {**head, "choices": choices, "usage": self.job.usage.as_json()}
 
     def _event(
@@ -118,11 +120,29 @@ class _Answers:
         report: UsageReport,
         delta: Delta | None = None,
         finish: str | None = None,
+        *,
+        first: bool = False,
     ) -> bytes:
         logprobs = None if delta is None else self._logprobs(delta)
         choice = {"index": index, "delta": fields, "logprobs": logprobs, "finish_reason": finish}
-        chunk = {**self.head, "object": "chat.completion.chunk", "choices": [choice]}
+        choice |= {} if delta is None else self._token_ids(delta)
+        prompt = self._prompt_fields() if first else {}
+        chunk = {**self.head, "object": "chat.completion.chunk", **prompt, "choices": [choice]}
         return event({**chunk, **report.fields(self.job)})
+
+    def _token_ids(self, *deltas: Delta) -> dict[str, Any]:
+        if not self.body.return_token_ids:
+            return {}
+        return {"token_ids": [token for delta in deltas for token in delta.tokens]}
+
+    def _prompt_fields(self) -> dict[str, Any]:
+        """Return the fields about the prompt, which all choices share."""
+        first, fields = self.job.choices[0], {}
+        if self.body.return_token_ids:
+            fields["prompt_token_ids"] = first.request.prompt
+        if self.body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(self.service.grammars, first, self.body.prompt_logprobs)
+        return fields
 
     def _logprobs(self, *deltas: Delta) -> dict[str, Any] | None:
         if not self.body.logprobs:

@@ -39,12 +39,14 @@ class Delta:
         text: New text that can no longer change.
         scored: Log-probabilities of the tokens in `text`, if requested.
         finish: Reason why the choice ended; None while it is running.
+        tokens: New tokens, including the token that ended the output.
     """
 
     index: int
     text: str
     scored: tuple[ScoredToken, ...] = ()
     finish: Literal["stop", "length"] | None = None
+    tokens: tuple[int, ...] = ()
 
 
 class Choice:
@@ -77,7 +79,7 @@ class Choice:
             raise ApiError(500, output.error or "the engine ended the request", code="engine_error")
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self.prompt_logprobs += output.prompt_logprobs or ()
-        pieces = []
+        pieces, num_tokens = [], self.tokens
         for i, token in enumerate(output.tokens):
             self.tokens += 1
             if output.logprobs is not None:
@@ -85,7 +87,11 @@ class Choice:
             pieces.append(self._output.push(token))
             if self._output.stopped:
                 break
+        tokens = output.tokens[: self.tokens - num_tokens]
         if not self._output.stopped and output.finish is not None:
+            if output.stop_token is not None:
+                tokens += (output.stop_token,)
+                pieces.append(self._output.push_stop_token(output.stop_token))
             pieces.append(self._output.end())
         if self._output.stopped:
             self.finish = "stop"
@@ -93,7 +99,7 @@ class Choice:
             self.finish = "stop" if output.finish == "stop" else "length"
         text = "".join(pieces)
         self._released += len(text)
-        return Delta(self.index, text, self._release(), self.finish)
+        return Delta(self.index, text, self._release(), self.finish, tokens)
 
     def _release(self) -> tuple[ScoredToken, ...]:
         if self.finish is not None and not self._output.stopped:

@@ -20,9 +20,11 @@ from pydantic_core import PydanticCustomError
 
 from axlearn_plugins_serving.server.body import Body, TemplatePart
 from axlearn_plugins_serving.server.early_checks import MAX_ENTRIES, check_context, check_entries, exceeds
+from axlearn_plugins_serving.server.structured_outputs import GrammarSource, GrammarText, StructuredOutputs
 
 MAX_CHOICES = 32
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 128
 MAX_SCHEMA = 64 * 1024
 """Maximum number of characters in a JSON schema."""
 MAX_TOOLS = 512 * 1024
@@ -105,7 +107,9 @@ ResponseFormat = Annotated[
 class SamplingFields(Body):
     """Fields that all generating endpoints share.
 
-    Extensions of the OpenAI API: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, `priority`.
+    Extensions of the OpenAI API: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `bad_words`, `ignore_eos`, `stop_token_ids`,
+    `include_stop_str_in_output`, `skip_special_tokens`, `prompt_logprobs`, `return_token_ids`, `structured_outputs` and `priority`
+    as in vLLM, and `json_schema` and `grammar` as in llama.cpp.
 
     Attributes:
         user: Name of the user. Waiting users of the same priority take turns.
@@ -116,7 +120,7 @@ class SamplingFields(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -125,7 +129,13 @@ class SamplingFields(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=1, le=1)] | None = None  # other values are not supported
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool = False
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern=_TOKEN)], Annotated[float, Field(ge=-100, le=100)]],
@@ -136,6 +146,9 @@ class SamplingFields(Body):
     ) = None
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: GrammarText | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
@@ -143,7 +156,28 @@ class SamplingFields(Body):
     def _check_stream_options(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs a stream: set stream to true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs does not support streams: set stream to false")
         return self
+
+    @model_validator(mode="after")
+    def _check_constraints(self) -> "SamplingFields":
+        formats = [None if isinstance(self.response_format, TextFormat) else self.response_format]
+        constraints = [*formats, self.structured_outputs, self.json_schema, self.grammar]
+        if sum(constraint is not None for constraint in constraints) > 1:
+            raise ValueError("set only one of response_format, structured_outputs, json_schema and grammar")
+        if exceeds(self.json_schema, MAX_SCHEMA):
+            raise ValueError(f"json_schema has more than {MAX_SCHEMA} characters")
+        return self
+
+    @property
+    def grammar_source(self) -> GrammarSource | None:
+        """The grammar that `structured_outputs`, `json_schema` or `grammar` requests, or None."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.source
+        if self.json_schema is not None:
+            return GrammarSource("json", self.json_schema, "json_schema")
+        return None if self.grammar is None else GrammarSource("grammar", self.grammar, "grammar")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -174,8 +208,6 @@ class CompletionRequest(SamplingFields):
     def _check(self) -> "CompletionRequest":
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of must equal n")
-        if self.echo and self.stream and self.logprobs is not None:
-            raise ValueError("echo with logprobs does not support streams: set stream to false")
         return self
 
 
@@ -328,7 +360,7 @@ class ResponseRequest(Body):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     text: ResponseText | None = None
     tools: ToolList[ResponseTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None

@@ -21,6 +21,7 @@ from axlearn_plugins_serving.server.prompt_job import Choice, Job
 from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
 from axlearn_plugins_serving.server.server_metrics import Metrics
 from axlearn_plugins_serving.server.text_pool import COUNTED, TextLimit, TextPool
+from axlearn_plugins_transformer.text.decoding import OutputOptions
 from axlearn_plugins_transformer.text.processor import TextProcessor
 from axlearn_plugins_transformer.text.tokenizers import tokens_beyond
 
@@ -155,7 +156,7 @@ class Service:
         *,
         max_tokens: int | None,
         logprobs: int | None = None,
-        prompt_logprobs: bool = False,
+        prompt_logprobs: int | None = None,
         param: str = "prompt",
     ) -> Job:
         """Submit prompts to the engine, each `fields.n` times.
@@ -180,19 +181,24 @@ class Service:
         self._check(prompts, fields, max_tokens, param)
         choices: list[Choice] = []
         constraint = await self._constraint(fields.response_format)
+        if (source := fields.grammar_source) is not None:
+            constraint = await asyncio.to_thread(self.grammars.build, source)
+        options, bad_tokens = _output_options(fields), self._bad_tokens(fields.bad_words or ())
         for prompt in prompts:
             for _ in range(fields.n or 1):
                 index = len(choices)
                 request = Request(
                     id=self.new_id("request"),
                     prompt=tuple(prompt),
-                    sampling=self._read_sampling(fields, max_tokens, logprobs, prompt_logprobs, index),
+                    sampling=attrs.evolve(
+                        self._read_sampling(fields, max_tokens, logprobs, prompt_logprobs, index), bad_tokens=bad_tokens
+                    ),
                     constraint=None if constraint is None else constraint.copy(),
                     priority=fields.priority,
                     client=fields.user or "",
                     adapter=adapter,
                 )
-                choices.append(Choice(index, request, self.text.output(prompt, fields.stops)))
+                choices.append(Choice(index, request, self.text.output(prompt, options)))
         job = Job(choices, fields.n or 1, self.thread, self.metrics)
         try:
             return await job.start(stream=bool(fields.stream))
@@ -205,7 +211,12 @@ class Service:
             raise ApiError(503, str(error), code="engine_error") from None
 
     def _read_sampling(
-        self, fields: SamplingFields, max_tokens: int | None, logprobs: int | None, prompt_logprobs: bool, index: int
+        self,
+        fields: SamplingFields,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        index: int,
     ) -> Sampling:
         defaults = self.text.sampling
         top_k = defaults.get("top_k") if fields.top_k is None else fields.top_k
@@ -218,12 +229,19 @@ class Service:
             seed=None if fields.seed is None else (fields.seed + index) % 2**63,
             presence_penalty=float(fields.presence_penalty or 0.0),
             frequency_penalty=float(fields.frequency_penalty or 0.0),
+            repetition_penalty=float(fields.repetition_penalty or 1.0),
+            min_tokens=fields.min_tokens or 0,
             logit_bias={int(token): float(bias) for token, bias in (fields.logit_bias or {}).items()},
             stop_tokens=frozenset(fields.stop_token_ids or ()),
             ignore_end=fields.ignore_eos,
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=fields.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
         )
+
+    def _bad_tokens(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of words, at the beginning of a text and after a space."""
+        texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+        return tuple(tokens for tokens in dict.fromkeys(tuple(self.tokenizer.encode(text)) for text in texts) if tokens)
 
     async def _constraint(self, format: ResponseFormat | None) -> GrammarConstraint | None:
         if not isinstance(format, (JsonObjectFormat, JsonSchemaFormat)):
@@ -236,6 +254,9 @@ class Service:
     ) -> None:
         vocab_size = self.thread.engine.vocab_size
         new_tokens = max(1, max_tokens or 1)
+        if max_tokens is not None and (fields.min_tokens or 0) > max_tokens:
+            message = f"min_tokens: {fields.min_tokens} is more than max_tokens, {max_tokens}"
+            raise ApiError(400, message, param="min_tokens")
         for prompt in prompts:
             self.text_limit.check_tokens(len(prompt), param, new_tokens)
             if (greatest := max(prompt)) >= vocab_size:
@@ -249,3 +270,12 @@ class Service:
             for token in tokens:
                 if token >= vocab_size:
                     raise ApiError(400, f"{name}: token {token} is not below {vocab_size}", param=name)
+
+
+def _output_options(fields: SamplingFields) -> OutputOptions:
+    return OutputOptions(
+        stops=fields.stops,
+        min_tokens=fields.min_tokens or 0,
+        include_stop=fields.include_stop_str_in_output,
+        spell_special=not fields.skip_special_tokens,
+    )
