@@ -34,7 +34,7 @@ def check_request(
     sampling = request.sampling
     _check_prompt(request.prompt, vocab_size)
     check_prefix(len(request.prompt), prefix)
-    _check_context(len(request.prompt), sampling.max_tokens, max_context)
+    _check_context(len(request.prompt), 0 if request.embeds else sampling.max_tokens, max_context)
     if request.adapter is not None and request.adapter not in adapters:
         close = nearest(request.adapter, adapters, limit=1)
         raise RequestError(

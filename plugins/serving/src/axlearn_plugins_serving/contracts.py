@@ -137,6 +137,7 @@ class Request:
         priority: Smaller values run first. Requests with equal priority run in order of arrival.
         client: Client that sent the request. Waiting clients of the same priority take turns.
         adapter: Name of a LoRA adapter; None uses the base model.
+        embeds: Whether to return the embedding of the prompt instead of continuing it. See `EmbedsTokens`.
     """
 
     id: str
@@ -146,6 +147,7 @@ class Request:
     priority: int = 0
     client: str = ""
     adapter: str | None = None
+    embeds: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -175,6 +177,7 @@ class Output:
         stop_token: Token that ended the output.
         cached_tokens: Number of prompt tokens that were already in the cache.
         error: Error message if `finish` is "error".
+        embedding: Embedding of the prompt, float32 [D], if the request embeds.
     """
 
     id: str
@@ -185,6 +188,7 @@ class Output:
     stop_token: int | None = None
     cached_tokens: int = 0
     error: str | None = None
+    embedding: np.ndarray | None = attrs.field(default=None, eq=False)
 
 
 @attrs.frozen(kw_only=True)
@@ -240,7 +244,7 @@ class Engine(Protocol):
         vocab_size: Token ids are 0 to `vocab_size` - 1.
         max_context: Maximum number of tokens in a prompt and its output.
 
-    An engine may also implement `PacesSteps`.
+    An engine may also implement `PacesSteps` or `NormalizesEmbeddings`.
     """
 
     vocab_size: int
@@ -413,6 +417,35 @@ class KeepsStates(Protocol):
     num_snapshots: int | None
 
 
+class PendingEmbeddings(Protocol):
+    """Embeddings that the devices compute."""
+
+    def wait(self) -> np.ndarray:
+        """Wait for the devices and return the embeddings, float32 [B, D]."""
+        ...
+
+
+@runtime_checkable
+class EmbedsTokens(Protocol):
+    """A runner that can compute the embeddings of texts.
+
+    Attributes:
+        embed_buckets: Shapes of batches in ascending order of length, each with `rows` and `length`. Empty if the runner was built
+            without embeddings.
+    """
+
+    embed_buckets: Sequence[Any]
+
+    def embed(self, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None]) -> PendingEmbeddings:
+        """Submit texts that fit into one of the shapes, without waiting for their embeddings.
+
+        Args:
+            prompts: Tokens of each text.
+            adapters: Adapter of each text; None uses the base model.
+        """
+        ...
+
+
 @runtime_checkable
 class HasProgram(Protocol):
     """A runner with a program.
@@ -449,6 +482,17 @@ class HoldsResources(Protocol):
 
 
 @runtime_checkable
+class NormalizesEmbeddings(Protocol):
+    """An engine whose embeddings the server may scale.
+
+    Attributes:
+        normalizes_embeddings: Whether the server scales embeddings to length 1.
+    """
+
+    normalizes_embeddings: bool
+
+
+@runtime_checkable
 class PacesSteps(Protocol):
     """An engine that can wait for more requests before it plans its next step."""
 
@@ -480,7 +524,7 @@ class Runner(Protocol):
         decode_steps: Maximum value of `steps` in `submit`.
         adapters: Names of the LoRA adapters that requests can use.
 
-    A runner may also implement `HasWindow`, `HasPrefix`, `KeepsStates`, `HasProgram` or `HoldsResources`.
+    A runner may also implement `HasWindow`, `HasPrefix`, `KeepsStates`, `EmbedsTokens`, `HasProgram` or `HoldsResources`.
     """
 
     vocab_size: int

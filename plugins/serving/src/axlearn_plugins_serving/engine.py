@@ -19,6 +19,7 @@ from axlearn_plugins_serving.admission import check_request
 from axlearn_plugins_serving.blocks import BlockPool
 from axlearn_plugins_serving.cache import Cache
 from axlearn_plugins_serving.contracts import (
+    EmbedsTokens,
     HasPrefix,
     HasWindow,
     HoldsResources,
@@ -33,6 +34,7 @@ from axlearn_plugins_serving.contracts import (
     SubmittedStep,
 )
 from axlearn_plugins_serving.drafting import Drafter, ModelDrafter, add_drafts, can_draft
+from axlearn_plugins_serving.embedding import EmbeddingQueue
 from axlearn_plugins_serving.measure import Meter
 from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.results import read_part
@@ -68,6 +70,7 @@ class ServingEngine(Configurable):
             tensor_parallel: Number of devices that split each matrix multiplication and the heads of the cache. None uses one
                 device, or two virtual CPU devices if JAX has them and the model's sizes are divisible by two. `axlearn serve`
                 creates them on machines with two or more cores.
+            normalize_embeddings: Whether the server scales embeddings to length 1.
             hold_seconds: Decode up to `runner.decode_steps` tokens in one dispatch if they take at most this many seconds in
                 total. A new request may wait this long for the step to end.
         """
@@ -80,6 +83,7 @@ class ServingEngine(Configurable):
         prefix_cache: bool = True
         pipeline: bool = True
         tensor_parallel: int | None = setting(default=None, ge=1)
+        normalize_embeddings: bool = True
         hold_seconds: float = setting(default=0.03, ge=0)
 
     def __init__(self, cfg: Config, *, runner: Runner, end_tokens: frozenset[int] = frozenset()):
@@ -91,6 +95,7 @@ class ServingEngine(Configurable):
         self.vocab_size = runner.vocab_size
         self.adapters: tuple[str, ...] = tuple(runner.adapters)
         self.max_context = _context_length(cfg, runner)
+        self.normalizes_embeddings = cfg.normalize_embeddings
         self.prefix = runner.prefix if isinstance(runner, HasPrefix) else 0
         self.cache = Cache(
             BlockPool(runner.num_blocks, runner.block_size),
@@ -113,6 +118,8 @@ class ServingEngine(Configurable):
         self.meter = Meter()
         self._states: dict[str, RequestState] = {}
         self._arrivals = itertools.count()
+        embeds = isinstance(runner, EmbedsTokens) and bool(runner.embed_buckets)
+        self._embeddings = EmbeddingQueue(runner) if embeds else None  # type: ignore[arg-type]
         self._in_flight: _InFlightStep | None = None
         self._closed = False
 
@@ -127,9 +134,9 @@ class ServingEngine(Configurable):
             adapters=self.adapters,
             prefix=self.prefix,
         )
-        if request.id in self._states:
+        if request.id in self._states or (self._embeddings is not None and request.id in self._embeddings):
             raise RequestError(f"request {request.id!r} is not finished yet\n    fix: use a unique id for each request")
-        waiting = self.scheduler.waiting()
+        waiting = self._num_waiting()
         if waiting >= self.config.max_waiting:
             seconds = self.meter.retry_after(waiting)
             raise QueueFullError(
@@ -137,6 +144,9 @@ class ServingEngine(Configurable):
                 f"    fix: try again in {seconds:.0f} s",
                 seconds,
             )
+        if request.embeds:
+            self._add_embedding(request)
+            return
         sampling = request.sampling
         limit = self.max_context - len(request.prompt)
         if sampling.max_tokens is not None:
@@ -150,10 +160,12 @@ class ServingEngine(Configurable):
         """See `Engine.abort`."""
         if (state := self._states.get(id)) is not None:
             self._remove_request(state)
+        elif self._embeddings is not None:
+            self._embeddings.abort(id)
 
     def busy(self) -> bool:
         """See `Engine.busy`."""
-        return bool(self._states)
+        return bool(self._states or self._embeddings)
 
     def step(self) -> Sequence[Output]:
         """See `Engine.step`."""
@@ -175,7 +187,7 @@ class ServingEngine(Configurable):
         """See `Engine.statistics`."""
         pool = self.cache.pool
         return self.meter.statistics(
-            waiting=self.scheduler.waiting(),
+            waiting=self._num_waiting(),
             running=len(self.scheduler.running),
             blocks=pool.num_blocks,
             used_blocks=pool.used,
@@ -219,7 +231,21 @@ class ServingEngine(Configurable):
             self._in_flight = current
         elif self._in_flight is not None and not self.config.pipeline:
             outputs += self._read_results()
+        if self._embeddings:
+            outputs += self._embeddings.read()
+            self._embeddings.submit()
         return outputs
+
+    def _add_embedding(self, request: Request) -> None:
+        if self._embeddings is None:
+            raise RequestError(
+                "this engine computes no embeddings\n    fix: set serving.runner.pooling to mean, last or cls"
+            )
+        self._embeddings.add(request)
+        self.meter.prompt_tokens += len(request.prompt)
+
+    def _num_waiting(self) -> int:
+        return self.scheduler.waiting() + (0 if self._embeddings is None else len(self._embeddings))
 
     def _needs_results(self) -> bool:
         """Return True if the next step depends on the tokens in flight."""
@@ -319,6 +345,8 @@ class ServingEngine(Configurable):
             self._remove_request(state)
         self.cache.forget([])
         self._in_flight = None
+        if self._embeddings is not None:
+            self._embeddings.clear()
 
     def _check_open(self) -> None:
         if self._closed:

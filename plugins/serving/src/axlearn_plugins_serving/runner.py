@@ -22,6 +22,7 @@ from axlearn_core.contracts.target import Target
 from axlearn_core.errors import Problem, RequestError
 from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.contracts import Row, Sampling, SubmittedStep
+from axlearn_plugins_serving.embedding import EmbedBucket, PendingTexts, embed_buckets, pack_texts
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.packing import Packer, PendingStep
 from axlearn_plugins_serving.paged_cache_feature import UsePagedCache
@@ -81,6 +82,7 @@ class ModelRunner(Configurable):
             num_snapshots: Number of recurrent states to keep for later requests, if the model has recurrent layers. None keeps two
                 per running request.
             drafts: Whether each step drafts tokens with the model's heads. The `model-drafter` turns it on.
+            pooling: Pooling of hidden states to embeddings: `mean`, `last` or `cls` (the first token). None turns them off.
         """
 
         block_size: int = setting(default=32, ge=1)
@@ -99,6 +101,7 @@ class ModelRunner(Configurable):
         kernel: str | None = None
         num_snapshots: int | None = setting(default=None, ge=0)
         drafts: bool = False
+        pooling: Literal["mean", "last", "cls"] | None = None
 
         def validate(self) -> Iterable[Problem]:
             """Report invalid buckets, and caches that hold too many tokens."""
@@ -135,6 +138,11 @@ class ModelRunner(Configurable):
             """Number of recurrent states to keep for later requests."""
             return 2 * self.max_rows if self.num_snapshots is None else self.num_snapshots
 
+        @property
+        def embed_buckets(self) -> list[EmbedBucket]:
+            """The shapes of batches of texts to embed, in ascending order of length."""
+            return [] if self.pooling is None else embed_buckets(self.max_context, self.max_step_tokens)
+
         def buckets(self, *, states: bool = False) -> list[StepBucket]:
             """Return the shapes of steps, in ascending order. `states` is set for models with recurrent layers."""
             rows = sorted({min(n, self.max_rows) for n in (*self.row_buckets, self.max_rows)})
@@ -170,7 +178,7 @@ class ModelRunner(Configurable):
         self.program = RunnerProgram.for_program(program, cfg, model)
         self.buckets, self.window = self.program.buckets, read_window(self.program.cache_spec)
         self.prefix = read_prefix(self.program.cache_spec)
-        self.drafts = cfg.drafts
+        self.drafts, self.embed_buckets = cfg.drafts, cfg.embed_buckets
         self.num_snapshots = cfg.total_snapshots if has_states(self.program.cache_spec) else None
         for note in self.program.notes():
             log_message(f"note: {note}")
@@ -222,8 +230,7 @@ class ModelRunner(Configurable):
     ) -> None:
         """See `Runner.assign`."""
         self._sampling[slot] = sampling
-        number = 0 if adapter is None else 1 + self.adapters.index(adapter)
-        row = table_row(sampling, seed, output, self.vocab_size, number, prompt)
+        row = table_row(sampling, seed, output, self.vocab_size, self._adapter_number(adapter), prompt)
         self._tables = self.program.compile("serve_assign")(self._tables, np.int32(slot), row)
 
     def submit(self, rows: Sequence[Row], steps: int = 1) -> SubmittedStep:
@@ -248,6 +255,12 @@ class ModelRunner(Configurable):
                 sampled, targets, self.cache, self._tables = self.program.compile("serve", bucket)(*state)
                 results.append((sampled, targets))
         return PendingStep(rows, options, places, results, steps)
+
+    def embed(self, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None]) -> PendingTexts:
+        """See `EmbedsTokens.embed`."""
+        numbers = [self._adapter_number(adapter) for adapter in adapters]
+        bucket, *inputs = pack_texts(self.embed_buckets, prompts, numbers)
+        return PendingTexts(self.program.compile("serve_embed", bucket)(self._arrays, *inputs), len(prompts))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `Runner.copy_blocks`."""
@@ -301,6 +314,10 @@ class ModelRunner(Configurable):
         functional, adapters = self.program.functional, read_adapters(self.cfg.adapters)
         adapters.check(weights.params)
         self._adapter_arrays = adapters.arrays(functional.abstract)
+
+    def _adapter_number(self, adapter: str | None) -> int:
+        """Return the number of an adapter in the tables; 0 is the base model."""
+        return 0 if adapter is None else 1 + self.adapters.index(adapter)
 
     def _pad_ids(self, blocks: Sequence[int]) -> np.ndarray:
         return np.asarray([*blocks, *[self.num_blocks] * (BLOCKS_PER_CALL - len(blocks))], np.int32)
@@ -410,6 +427,7 @@ class RunnerProgram(ModelProgram):
             layout=self._weight_layout,
             snapshots=cfg.total_snapshots,
             drafts=cfg.drafts,
+            pooling=cfg.pooling,
         )
         self._serving = ServingFunctions(model, sizes)
         return self._serving.declare()
@@ -425,7 +443,9 @@ class RunnerProgram(ModelProgram):
     def step_shapes(self) -> Shapes:
         """Return the shapes of all functions that steps may need."""
         moves = ("serve_assign", "serve_mask", "serve_copy", "serve_read", "serve_write")
-        shapes: dict[str, Sequence[StepBucket | None]] = {**{name: [None] for name in moves}, "serve": self.buckets}
+        shapes: dict[str, Sequence[Any]] = {**{name: [None] for name in moves}, "serve": self.buckets}
+        if self.cfg.pooling is not None:
+            shapes["serve_embed"] = self.cfg.embed_buckets
         if self.cfg.decode_steps > 1:
             shapes["serve_decode"] = [bucket for bucket in self.buckets if not bucket.chunks]
         return shapes

@@ -110,6 +110,11 @@ class RouterEngine:
             max_logit_bias=ready.max_logit_bias,
             adapters=ready.adapters,
         )
+        if request.embeds:
+            raise RequestError(
+                "separate prefill and decode processes compute no embeddings\n"
+                "    fix: start the server without --prefill and --decode"
+            )
         if request.constraint is not None and not isinstance(request.constraint, HasGrammar):
             raise RequestError(
                 f"a {type(request.constraint).__name__} cannot be sent to the decode process\n"

@@ -12,6 +12,7 @@ from axlearn_plugins_serving.server import endpoints
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.chat import chat_completions
 from axlearn_plugins_serving.server.completions import completions
+from axlearn_plugins_serving.server.embeddings import embeddings
 from axlearn_plugins_serving.server.http import error_response
 from axlearn_plugins_serving.server.limits import LimitRequests, ServerLimits
 from axlearn_plugins_serving.server.responses import create_response
@@ -36,6 +37,7 @@ def create_app(service: Service, limits: ServerLimits | None = None) -> Starlett
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/responses", create_response, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
     ]

@@ -26,6 +26,7 @@ _BODIES = (
     schemas.CompletionRequest,
     schemas.ChatRequest,
     schemas.ResponseRequest,
+    schemas.EmbeddingRequest,
     schemas.TokenizeRequest,
     schemas.DetokenizeRequest,
 )
@@ -33,6 +34,7 @@ _ANSWERS = (
     responses.Completion,
     responses.ChatCompletion,
     responses.Response,
+    responses.Embeddings,
     responses.Tokens,
     responses.Text,
     responses.Models,
@@ -45,6 +47,7 @@ _POSTS = {
     "/v1/completions": ("Continue prompts", schemas.CompletionRequest, responses.Completion),
     "/v1/chat/completions": ("Answer a conversation", schemas.ChatRequest, responses.ChatCompletion),
     "/v1/responses": ("Answer a text or a conversation", schemas.ResponseRequest, responses.Response),
+    "/v1/embeddings": ("Compute the embeddings of texts", schemas.EmbeddingRequest, responses.Embeddings),
     "/tokenize": ("Return the token ids of a text", schemas.TokenizeRequest, responses.Tokens),
     "/detokenize": ("Return the text of token ids", schemas.DetokenizeRequest, responses.Text),
 }

@@ -75,6 +75,30 @@ class Completion(BaseModel):
     usage: Usage
 
 
+class Embedding(BaseModel):
+    """The embedding of a text: numbers, or their float32 bytes in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    """Token counts of a request without output."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(BaseModel):
+    """The response of `/v1/embeddings`."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class AnswerMessage(BaseModel):
     """The assistant's message."""
 

@@ -24,6 +24,8 @@ from axlearn_plugins_serving.server.structured_outputs import GrammarSource, Gra
 
 MAX_CHOICES = 32
 MAX_LOGPROBS = 20
+MAX_TEXTS = 2048
+"""Maximum number of texts to embed in one request, as in OpenAI's API."""
 MAX_BAD_WORDS = 128
 MAX_SCHEMA = 64 * 1024
 """Maximum number of characters in a JSON schema."""
@@ -379,6 +381,25 @@ class ResponseRequest(Body):
         if store:
             raise ValueError("this server does not store responses: set store to false and send the whole conversation")
         return store
+
+
+class EmbeddingRequest(Body):
+    """`POST /v1/embeddings`.
+
+    The input is a string, a list of strings, a list of token ids, or a list of lists of token ids. `priority` is an extension.
+    """
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    input: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    user: Annotated[str, Field(max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
 
 class TokenizeRequest(Body):

@@ -1,11 +1,12 @@
 """`Service`: the served model. It converts request bodies to engine requests."""
 
 import asyncio
+import contextlib
 import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -149,6 +150,11 @@ class Service:
         except AxlearnError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template") from None
 
+    def check_accepting(self) -> None:
+        """Raise `ApiError` (503) if the server accepts no requests."""
+        if self.state == "draining":
+            raise ApiError(503, "the server is stopping", code="draining", headers={"retry-after": "5"})
+
     async def submit(
         self,
         prompts: Sequence[Sequence[int]],
@@ -172,8 +178,7 @@ class Service:
         Raises:
             ApiError: 400 if the request is invalid, 429 if the queue is full, 503 if the server is stopping.
         """
-        if self.state == "draining":
-            raise ApiError(503, "the server is stopping", code="draining", headers={"retry-after": "5"})
+        self.check_accepting()
         adapter = self.adapter(fields.model)
         if len(prompts) * (fields.n or 1) > MAX_CONTINUATIONS:
             raise ApiError(400, f"{param}: more than {MAX_CONTINUATIONS} continuations in one request", param=param)
@@ -200,15 +205,8 @@ class Service:
                 )
                 choices.append(Choice(index, request, self.text.output(prompt, options)))
         job = Job(choices, fields.n or 1, self.thread, self.metrics)
-        try:
+        with engine_errors():
             return await job.start(stream=bool(fields.stream))
-        except QueueFullError as error:
-            after = str(max(1, math.ceil(error.retry_after)))
-            raise ApiError(429, str(error), code="queue_full", headers={"retry-after": after}) from None
-        except RequestError as error:
-            raise ApiError(400, str(error)) from None
-        except EngineFailedError as error:
-            raise ApiError(503, str(error), code="engine_error") from None
 
     def _read_sampling(
         self,
@@ -249,20 +247,24 @@ class Service:
         schema = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else None
         return await asyncio.to_thread(self.grammars.new, schema)
 
-    def _check(
-        self, prompts: Sequence[Sequence[int]], fields: SamplingFields, max_tokens: int | None, param: str
-    ) -> None:
+    def check_prompts(self, prompts: Sequence[Sequence[int]], param: str, new_tokens: int) -> None:
+        """Raise `ApiError` (400) if a prompt and `new_tokens` exceed the context, or a token is unknown."""
         vocab_size = self.thread.engine.vocab_size
-        new_tokens = max(1, max_tokens or 1)
-        if max_tokens is not None and (fields.min_tokens or 0) > max_tokens:
-            message = f"min_tokens: {fields.min_tokens} is more than max_tokens, {max_tokens}"
-            raise ApiError(400, message, param="min_tokens")
         for prompt in prompts:
             self.text_limit.check_tokens(len(prompt), param, new_tokens)
             if (greatest := max(prompt)) >= vocab_size:
                 spelling = tokens_beyond(self.tokenizer, vocab_size).get(greatest)
                 token = greatest if spelling is None else f"{greatest} ({spelling!r})"
                 raise ApiError(400, f"{param}: token {token} is not below {vocab_size}", param=param)
+
+    def _check(
+        self, prompts: Sequence[Sequence[int]], fields: SamplingFields, max_tokens: int | None, param: str
+    ) -> None:
+        self.check_prompts(prompts, param, max(1, max_tokens or 1))
+        vocab_size = self.thread.engine.vocab_size
+        if max_tokens is not None and (fields.min_tokens or 0) > max_tokens:
+            message = f"min_tokens: {fields.min_tokens} is more than max_tokens, {max_tokens}"
+            raise ApiError(400, message, param="min_tokens")
         for name, tokens in (
             ("logit_bias", map(int, fields.logit_bias or ())),
             ("stop_token_ids", fields.stop_token_ids or ()),
@@ -270,6 +272,20 @@ class Service:
             for token in tokens:
                 if token >= vocab_size:
                     raise ApiError(400, f"{name}: token {token} is not below {vocab_size}", param=name)
+
+
+@contextlib.contextmanager
+def engine_errors() -> Iterator[None]:
+    """Convert the errors of adding requests to the engine to `ApiError`."""
+    try:
+        yield
+    except QueueFullError as error:
+        after = str(max(1, math.ceil(error.retry_after)))
+        raise ApiError(429, str(error), code="queue_full", headers={"retry-after": after}) from None
+    except RequestError as error:
+        raise ApiError(400, str(error)) from None
+    except EngineFailedError as error:
+        raise ApiError(503, str(error), code="engine_error") from None
 
 
 def _output_options(fields: SamplingFields) -> OutputOptions:
