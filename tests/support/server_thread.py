@@ -54,13 +54,22 @@ def serving(
     log_requests=False,
     name="tiny",
     adapters=(),
+    allows_sleep=False,
+    allows_adapters=False,
     **thread,
 ):
     """Run a server, stop it, and check that the engine was closed and all blocks were freed."""
     tokenizer = tokenizer or ByteTokenizer.Config().build()
     chat = ChatTemplate.Config() if template == "plain" else template and template.config
     text = TextProcessor.Config(template=chat).build(tokenizer=tokenizer)
-    service = Service(EngineThread(engine, **thread), text, name, adapters=adapters)
+    service = Service(
+        EngineThread(engine, **thread),
+        text,
+        name,
+        adapters=adapters,
+        allows_sleep=allows_sleep,
+        allows_adapters=allows_adapters,
+    )
     listener = bind("127.0.0.1", 0)
     running = Running(service, listener)
     ready = threading.Event()

@@ -244,7 +244,7 @@ class Engine(Protocol):
         vocab_size: Token ids are 0 to `vocab_size` - 1.
         max_context: Maximum number of tokens in a prompt and its output.
 
-    An engine may also implement `PacesSteps` or `NormalizesEmbeddings`.
+    An engine may also implement `PacesSteps`, `Sleeps` or `NormalizesEmbeddings`.
     """
 
     vocab_size: int
@@ -447,6 +447,19 @@ class EmbedsTokens(Protocol):
 
 
 @runtime_checkable
+class ReleasesMemory(Protocol):
+    """A runner that can free the memory of its devices; see `Sleeps`."""
+
+    def release_memory(self, level: int) -> None:
+        """Free the cache and the weights. No step is in flight, and none follows before `restore_memory`."""
+        ...
+
+    def restore_memory(self) -> None:
+        """Restore the weights, and an empty cache."""
+        ...
+
+
+@runtime_checkable
 class HasProgram(Protocol):
     """A runner with a program.
 
@@ -478,6 +491,32 @@ class HoldsResources(Protocol):
 
     def close(self) -> None:
         """Release the resources. The runner is not called afterwards."""
+        ...
+
+
+@runtime_checkable
+class Sleeps(Protocol):
+    """An engine that can free the memory of its devices while it is idle.
+
+    Attributes:
+        is_sleeping: Whether the memory is free. The engine then rejects requests.
+    """
+
+    is_sleeping: bool
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the cache and the weights.
+
+        Args:
+            level: 1 keeps the weights in the memory of the host. 2 drops them, and `wake_up` reads them from their source again.
+
+        Raises:
+            RequestError: If requests are running, the level is unknown, or the weights have no source that can be read again.
+        """
+        ...
+
+    def wake_up(self) -> None:
+        """Restore the weights, and an empty cache."""
         ...
 
 
@@ -524,7 +563,8 @@ class Runner(Protocol):
         decode_steps: Maximum value of `steps` in `submit`.
         adapters: Names of the LoRA adapters that requests can use.
 
-    A runner may also implement `HasWindow`, `HasPrefix`, `KeepsStates`, `EmbedsTokens`, `HasProgram` or `HoldsResources`.
+    A runner may also implement `HasWindow`, `HasPrefix`, `KeepsStates`, `EmbedsTokens`, `ReleasesMemory`, `ChangesAdapters`,
+    `HasProgram` or `HoldsResources`.
     """
 
     vocab_size: int

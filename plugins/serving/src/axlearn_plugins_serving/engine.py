@@ -26,6 +26,7 @@ from axlearn_plugins_serving.contracts import (
     KeepsStates,
     Output,
     QueueFullError,
+    ReleasesMemory,
     Request,
     Row,
     Runner,
@@ -117,6 +118,7 @@ class ServingEngine(Configurable):
         self.drafter: Drafter | None = _build_drafter(cfg, runner)
         self.meter = Meter()
         self._states: dict[str, RequestState] = {}
+        self.is_sleeping = False
         self._arrivals = itertools.count()
         embeds = isinstance(runner, EmbedsTokens) and bool(runner.embed_buckets)
         self._embeddings = EmbeddingQueue(runner) if embeds else None  # type: ignore[arg-type]
@@ -125,7 +127,7 @@ class ServingEngine(Configurable):
 
     def add(self, request: Request) -> None:
         """See `Engine.add`."""
-        self._check_open()
+        self._check_awake()
         check_request(
             request,
             vocab_size=self.vocab_size,
@@ -197,9 +199,30 @@ class ServingEngine(Configurable):
 
     def update_weights(self, weights: Any) -> None:
         """See `Engine.update_weights`."""
-        self._check_open()
+        self._check_awake()
         self.runner.update_weights(weights)
         self.cache.forget(list(self.scheduler.running))
+
+    def sleep(self, level: int = 1) -> None:
+        """See `Sleeps.sleep`."""
+        self._check_open()
+        if not isinstance(self.runner, ReleasesMemory):
+            raise RequestError(f"a {type(self.runner).__name__} cannot free its memory")
+        if level not in (1, 2):
+            raise RequestError(f"the level is {level}\n    expected: 1 or 2")
+        if self.busy():
+            raise RequestError("requests are running\n    fix: wait for them to end, or abort them")
+        if not self.is_sleeping:
+            self.runner.release_memory(level)
+            self.cache.forget([])
+            self.is_sleeping = True
+
+    def wake_up(self) -> None:
+        """See `Sleeps.wake_up`."""
+        self._check_open()
+        if self.is_sleeping and isinstance(self.runner, ReleasesMemory):
+            self.runner.restore_memory()
+            self.is_sleeping = False
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -347,6 +370,11 @@ class ServingEngine(Configurable):
         self._in_flight = None
         if self._embeddings is not None:
             self._embeddings.clear()
+
+    def _check_awake(self) -> None:
+        self._check_open()
+        if self.is_sleeping:
+            raise RequestError("the engine sleeps\n    fix: call wake_up")
 
     def _check_open(self) -> None:
         if self._closed:

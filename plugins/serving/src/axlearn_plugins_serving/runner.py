@@ -54,6 +54,7 @@ class ModelRunner(Configurable):
         program: Program of the run that the model belongs to; sets the mesh and devices. The default is one device.
         programs: Directory with exported programs of this runner, to load instead of compiling.
         weights: Function that returns the weights, if the model's arrays are abstract. It is called last.
+        source: Function that reads the weights again, after their memory was freed. None if they have no source.
     """
 
     @node
@@ -163,8 +164,11 @@ class ModelRunner(Configurable):
         program: Program | ModelProgram | None = None,
         programs: Path | None = None,
         weights: Callable[[], ModelWeights] | None = None,
+        source: Callable[[], ModelWeights] | None = None,
     ):
         self.cfg = cfg
+        self._source = source
+        self._host_weights: tuple[Any, Any] | None = None  # arrays and shardings, while their memory is free
         self.adapters = tuple(cfg.adapters)
         self.block_size, self.max_rows, self.decode_steps = cfg.block_size, cfg.max_rows, cfg.decode_steps
         self.max_blocks_per_request, self.num_blocks = cfg.blocks_per_request, cfg.total_blocks
@@ -191,7 +195,7 @@ class ModelRunner(Configurable):
         self._num_warm: int | None = None
         loaded = model_weights(self.program.functional, model) if weights is None else weights()
         self._set_adapters(loaded)
-        self.update_weights(loaded)
+        self._place_weights(loaded)
         self._loader: BackgroundLoader | None = None
         if programs is not None:  # startup waits only for the weights, so load them first
             self._loader = BackgroundLoader(self.program, self.program.step_shapes())
@@ -292,8 +296,33 @@ class ModelRunner(Configurable):
             )
             self.cache = self.program.compile("serve_write")(self.cache, ids, part)
 
+    def release_memory(self, level: int) -> None:
+        """See `ReleasesMemory.release_memory`."""
+        if level == 2 and self._source is None:
+            raise RequestError(
+                "the weights cannot be read again, because they did not come from a path or were updated\n    fix: use level 1"
+            )
+        if level == 1:
+            shardings = jax.tree.map(lambda x: x.sharding, self._arrays)
+            self._host_weights = jax.tree.map(np.array, self._arrays), shardings
+        # Other owners may share the weights, so drop the references instead of deleting the arrays.
+        self._arrays = self.cache = None
+
+    def restore_memory(self) -> None:
+        """See `ReleasesMemory.restore_memory`."""
+        if self._host_weights is not None:
+            self._arrays = jax.device_put(*self._host_weights)
+        else:
+            assert self._source is not None
+            self._place_weights(self._source())
+        self.cache, self._host_weights = self.program.compile("serve_cache")(), None
+
     def update_weights(self, weights: ModelWeights) -> None:
         """See `Runner.update_weights`."""
+        self._place_weights(weights)
+        self._source = None
+
+    def _place_weights(self, weights: ModelWeights) -> None:
         functional = self.program.functional
         weights = ModelWeights({**weights.params, **self._adapter_arrays}, weights.variables)
         for part, specs in ((weights.params, functional.abstract), (weights.variables, functional.variables)):

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from axlearn_plugins_serving.server import endpoints
+from axlearn_plugins_serving.server import administration, endpoints
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.chat import chat_completions
 from axlearn_plugins_serving.server.completions import completions
@@ -38,6 +38,9 @@ def create_app(service: Service, limits: ServerLimits | None = None) -> Starlett
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/responses", create_response, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
+        Route("/sleep", administration.sleep, methods=["POST"]),
+        Route("/wake_up", administration.wake_up, methods=["POST"]),
+        Route("/is_sleeping", administration.is_sleeping),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
     ]

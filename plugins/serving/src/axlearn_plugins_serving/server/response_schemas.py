@@ -228,14 +228,14 @@ class Models(BaseModel):
 class Health(BaseModel):
     """The state of the server. Only `ok` accepts requests."""
 
-    status: Literal["ok", "draining", "failed"]
+    status: Literal["ok", "sleeping", "draining", "failed"]
 
 
 class EngineStatistics(BaseModel):
     """The state and counters of the engine, as in `/metrics`."""
 
     model: str
-    state: Literal["ok", "draining", "failed"]
+    state: Literal["ok", "sleeping", "draining", "failed"]
     start_compilations: int
     waiting: int
     running: int

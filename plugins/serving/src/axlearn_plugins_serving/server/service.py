@@ -42,10 +42,13 @@ class Service:
         text: Encodes and decodes the model's text.
         name: Name under which clients request the model.
         adapters: Names of LoRA adapters, which clients request as models.
-        state: `ok`, `draining` (no new requests) or `failed`.
+        state: `ok`, `sleeping` or `draining` (no new requests), or `failed`.
+        allows_sleep: Whether clients can make the engine sleep.
+        allows_adapters: Whether clients can load adapters from the server's file system.
         start_compilations: Number of programs that XLA compiled during startup; 0 if exported programs were loaded.
         bodies: Parses requests.
         text_pool: Threads that parse and tokenize.
+        administration: Held while the engine goes to sleep or wakes up, and while adapters change.
         text_limit: Rejects prompts that are too long before they are tokenized.
     """
 
@@ -55,12 +58,15 @@ class Service:
     adapters: tuple[str, ...] = ()
     state: str = "ok"
     start_compilations: int = 0
+    allows_sleep: bool = False
+    allows_adapters: bool = False
     created: int = attrs.field(factory=lambda: int(time.time()))
     grammars: Grammars = attrs.field(init=False)
     metrics: Metrics = attrs.field(init=False)
     bodies: BodyCheck = attrs.field(init=False)
     text_pool: TextPool = attrs.field(factory=TextPool, init=False)
     text_limit: TextLimit = attrs.field(init=False)
+    administration: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
     _count: Any = attrs.field(factory=itertools.count, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -154,6 +160,10 @@ class Service:
         """Raise `ApiError` (503) if the server accepts no requests."""
         if self.state == "draining":
             raise ApiError(503, "the server is stopping", code="draining", headers={"retry-after": "5"})
+        if self.state == "sleeping":
+            raise ApiError(
+                503, "the server sleeps; wake it up with POST /wake_up", code="sleeping", headers={"retry-after": "5"}
+            )
 
     async def submit(
         self,
@@ -205,6 +215,7 @@ class Service:
                 )
                 choices.append(Choice(index, request, self.text.output(prompt, options)))
         job = Job(choices, fields.n or 1, self.thread, self.metrics)
+        self.check_accepting()  # again, because building a constraint takes time
         with engine_errors():
             return await job.start(stream=bool(fields.stream))
 
