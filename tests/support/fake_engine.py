@@ -137,8 +137,10 @@ class FakeEngine:
         ):
             finish = "length"
         prompt_logprobs = None
-        if sampling.prompt_logprobs and not state.reported:
-            prompt_logprobs = tuple(scores(t, sampling.logprobs or 0, self.vocab_size) for t in request.prompt[1:])
+        if sampling.scores_prompt and not state.reported:
+            prompt_logprobs = tuple(
+                scores(t, sampling.num_prompt_logprobs, self.vocab_size) for t in request.prompt[1:]
+            )
         state.reported = True
         if finish is not None:
             self.free += self.running.pop(id).blocks

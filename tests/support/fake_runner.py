@@ -47,7 +47,13 @@ def expected(prompt, sampling, *, max_context, vocab_size, end_tokens=frozenset(
     tokens, ends = list(prompt), sampling.stop_tokens | (frozenset() if sampling.ignore_end else end_tokens)
     limit = min(max_context - len(prompt), max_context if sampling.max_tokens is None else sampling.max_tokens)
     for count in range(limit):
-        token = next_token(tokens, sampling, seed, count, vocab_size, version=version)
+        banned = {w[-1] for w in sampling.bad_tokens if tokens[len(prompt) :][count + 1 - len(w) :] == list(w[:-1])}
+        banned |= ends if count < sampling.min_tokens else set()
+        mask = None
+        if sampling.bad_tokens or count < sampling.min_tokens:
+            bits = [token not in banned for token in range(-(-vocab_size // 32) * 32)]
+            mask = np.packbits(bits, bitorder="little").view(np.uint32)
+        token = next_token(tokens, sampling, seed, count, vocab_size, mask, version=version)
         if token in ends:
             return tokens[len(prompt) :], "stop"
         tokens.append(token)
@@ -96,7 +102,7 @@ class FakeRunner(Configurable):
     def warm_up(self):
         pass
 
-    def assign(self, slot, sampling, seed, output, adapter=None):
+    def assign(self, slot, sampling, seed, output, adapter=None, prompt=()):
         assert 0 <= slot < self.max_rows
         assert isinstance(sampling, Sampling)
         assert 0 <= seed < 2**32
@@ -147,9 +153,10 @@ class FakeRunner(Configurable):
             self._write(row.blocks, position, token)
             position += 1
         self.computed += len(tokens) or steps
+        top = sampling.logprobs if row.verifies else sampling.num_prompt_logprobs
         for index, target in enumerate(row.targets or ()):
             before = self._read(row.blocks, row.start + index + 1)
-            target_logprobs.append(logprobs_of(before[0], target, sampling.logprobs, before[1]))
+            target_logprobs.append(logprobs_of(before[0], target, top, before[1]))
         next_tokens = []
         for step in range(steps if row.sample else 0):
             if step:

@@ -57,6 +57,8 @@ def serving(
     tool_parser=None,
     reasoning_parser=None,
     aliases=(),
+    allows_sleep=False,
+    allows_adapters=False,
     **thread,
 ):
     """Run a server, stop it, and check that the engine was closed and all blocks were freed."""
@@ -64,7 +66,16 @@ def serving(
     chat = ChatTemplate.Config() if template == "plain" else template and template.config
     text = TextProcessor.Config(template=chat).build(tokenizer=tokenizer)
     parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
-    service = Service(EngineThread(engine, **thread), text, name, adapters=adapters, aliases=aliases, **parsers)
+    service = Service(
+        EngineThread(engine, **thread),
+        text,
+        name,
+        adapters=adapters,
+        aliases=aliases,
+        allows_sleep=allows_sleep,
+        allows_adapters=allows_adapters,
+        **parsers,
+    )
     listener = bind("127.0.0.1", 0)
     running = Running(service, listener)
     ready = threading.Event()

@@ -95,6 +95,7 @@ def expected(run_dir, config):
 @pytest.mark.slow
 def test_token_for_token_what_one_engine_gives(router, expected):
     batch = requests(100, 1) + requests(40, 2, Sampling(max_tokens=9, seed=3, temperature=0.8, top_k=20))
+    batch += requests(10, 4, Sampling(max_tokens=9, temperature=0.0, repetition_penalty=1.5, min_tokens=9))
     assert run(router, batch) == expected(batch)
     statistics = router.statistics()
     assert statistics.compilations == 0

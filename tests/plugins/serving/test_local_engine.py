@@ -4,6 +4,7 @@ import functools
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -105,6 +106,31 @@ def test_samples_are_reproducible_whatever_else_is_computed():
     for a, b in zip(together, apart, strict=True):
         assert [s.tokens for s in a.samples] == [s.tokens for s in b.samples]
         assert len({s.tokens for s in a.samples}) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [*SETTINGS, {"runner.mode": "parity"}])
+def test_penalties_and_masks_do_not_depend_on_the_batch(settings):
+    prompts = prompts_at_random(12, seed=8)
+    common = tuple(sorted({t for p in prompts for t in p}))[:30]
+    options = [
+        Sampling(max_tokens=10, temperature=0.0, repetition_penalty=1.8),
+        Sampling(max_tokens=10, seed=3, temperature=1.0, repetition_penalty=0.7, frequency_penalty=0.5),
+        Sampling(max_tokens=10, temperature=0.0, min_tokens=6, stop_tokens=frozenset(common)),
+        Sampling(max_tokens=10, seed=1, bad_tokens=(*((t,) for t in common), (40, 41), (41, 40))),
+        Sampling(max_tokens=10, temperature=0.0),
+    ]
+    with serve(model(), set={**SIZES, "runner.max_rows": 1}) as engine:
+        alone = [engine.generate(prompts, sampling) for sampling in options]
+    with serve(model(), set={**SIZES, **settings}) as engine, ThreadPoolExecutor(len(options)) as pool:
+        together = list(pool.map(lambda sampling: engine.generate(prompts, sampling), options))
+        statistics = engine.statistics()
+    assert (statistics.compilations, statistics.used_blocks) == (0, 0)
+    for some, others in zip(alone, together, strict=True):
+        assert [g.tokens for g in some] == [g.tokens for g in others]
+    assert all(len(g.tokens) >= 6 for g in together[2])
+    assert not any(t in common for g in together[3] for t in g.tokens)
+    assert [g.tokens for g in together[0]] != [g.tokens for g in together[4]]
 
 
 @pytest.mark.slow

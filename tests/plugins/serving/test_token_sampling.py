@@ -184,3 +184,38 @@ def test_a_mask_holds_for_its_step_alone():
     again = Row(slot=requests.slots[0], start=4, tokens=prompt[4:], blocks=requests.blocks[0])
     assert result.submit([again]).wait()[0].tokens == plain[:1]
     assert result.compilations == 0
+
+
+@pytest.mark.slow  # importing PyTorch takes seconds
+@pytest.mark.parametrize("penalty", [1.3, 0.6])
+def test_the_repetition_penalty_is_that_of_transformers(penalty):
+    import torch
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    prompt, output = [3, 5, 5], [7, 7, 9]
+    logits = np.random.default_rng(0).standard_normal((1, VOCABULARY)).astype(np.float32)
+    row = token_sampling.table_row(Sampling(repetition_penalty=penalty), 0, output, VOCABULARY, prompt=prompt)
+    rows = jax.tree.map(lambda x: jnp.asarray(x)[None], row)
+    adjusted = token_sampling.adjust_logits(jnp.asarray(logits), rows, jnp.zeros((1,), bool))
+    want = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), torch.tensor(logits))
+    np.testing.assert_allclose(np.asarray(adjusted), want.numpy(), rtol=1e-6)
+
+
+def test_a_preempted_request_goes_on_with_its_repetition_penalty():
+    prompt = prompts(np.random.default_rng(3), VOCABULARY)[0]
+    options = Sampling(temperature=0.0, repetition_penalty=1e30)  # also checks that logits stay finite
+    requests = Requests(runner(), [prompt])
+    requests.runner.assign(requests.slots[0], options, 0, [], prompt=prompt)
+    requests.random_steps(8)
+    whole = requests.outputs[0][:8]
+    assert len({*prompt, *whole}) == len(set(prompt)) + 8
+    requests = Requests(runner(), [prompt + whole[:4]])
+    requests.runner.assign(requests.slots[0], options, 0, whole[:4], prompt=prompt)
+    requests.random_steps(4)
+    assert requests.outputs[0][:4] == whole[4:]
+
+
+def test_top_p_zero_takes_the_most_likely_token():
+    prompt = prompts(np.random.default_rng(3), VOCABULARY)[0]
+    greedy = draws_of(prompt, Sampling(temperature=0.0), 6)
+    assert draws_of(prompt, Sampling(temperature=5.0, top_p=0.0), 6) == greedy

@@ -12,6 +12,7 @@ from axlearn_plugins_transformer.cache_spec import check_prefix
 
 MAX_LOGPROBS = 20
 """Maximum number of most likely tokens to report per position."""
+MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
 def check_request(
@@ -33,7 +34,7 @@ def check_request(
     sampling = request.sampling
     _check_prompt(request.prompt, vocab_size)
     check_prefix(len(request.prompt), prefix)
-    _check_context(len(request.prompt), sampling.max_tokens, max_context)
+    _check_context(len(request.prompt), 0 if request.embeds else sampling.max_tokens, max_context)
     if request.adapter is not None and request.adapter not in adapters:
         close = nearest(request.adapter, adapters, limit=1)
         raise RequestError(
@@ -46,6 +47,7 @@ def check_request(
         raise RequestError(f"logit_bias has {len(sampling.logit_bias)} tokens\n    expected: at most {max_logit_bias}")
     _check_tokens("logit_bias", sampling.logit_bias, vocab_size)
     _check_tokens("stop_tokens", sampling.stop_tokens, vocab_size)
+    _check_tokens("bad_tokens", (token for tokens in sampling.bad_tokens for token in tokens), vocab_size)
 
 
 def _check_prompt(prompt: Any, vocab_size: int) -> None:
@@ -76,11 +78,19 @@ def _check_numbers(sampling: Sampling, vocab_size: int) -> None:
         ("max_tokens", _is_int(sampling.max_tokens, 0, none=True), "an integer of at least 0, or None"),
         ("temperature", _is_number(sampling.temperature, 0, math.inf), "a finite number of at least 0"),
         ("top_k", _is_int(sampling.top_k, 1, none=True), "an integer of at least 1, or None"),
-        ("top_p", _is_number(sampling.top_p, 0, 1) and sampling.top_p > 0, "a number above 0 and up to 1"),
+        ("top_p", _is_number(sampling.top_p, 0, 1), "a number from 0 to 1"),
         ("min_p", _is_number(sampling.min_p, 0, 1), "a number from 0 to 1"),
         ("seed", _is_int(sampling.seed, -(2**63), 2**64 - 1, none=True), "a 64-bit integer, or None"),
         ("presence_penalty", _is_number(sampling.presence_penalty, -math.inf, math.inf), "a finite number"),
         ("frequency_penalty", _is_number(sampling.frequency_penalty, -math.inf, math.inf), "a finite number"),
+        (
+            "repetition_penalty",
+            _is_number(sampling.repetition_penalty, 0, MAX_FLOAT) and sampling.repetition_penalty > 0,
+            "a finite number above 0",
+        ),
+        ("min_tokens", _is_int(sampling.min_tokens, 0, _most_tokens(sampling)), "0 to max_tokens"),
+        ("prompt_logprobs", _is_prompt_logprobs(sampling.prompt_logprobs), f"0 to {MAX_LOGPROBS}, a bool, or None"),
+        ("bad_tokens", all(len(tokens) > 0 for tokens in sampling.bad_tokens), "sequences of at least one token"),
         ("logprobs", _is_int(sampling.logprobs, 0, MAX_LOGPROBS, none=True), f"0 to {MAX_LOGPROBS}, or None"),
         (
             "logit_bias",
@@ -92,6 +102,14 @@ def _check_numbers(sampling: Sampling, vocab_size: int) -> None:
     if wrong:
         lines = [f"    {name}: got {getattr(sampling, name)!r}, expected {expected}" for name, expected in wrong]
         raise RequestError("out of range:\n" + "\n".join(lines))
+
+
+def _most_tokens(sampling: Sampling) -> float:
+    return math.inf if sampling.max_tokens is None else sampling.max_tokens
+
+
+def _is_prompt_logprobs(value: Any) -> bool:
+    return isinstance(value, bool) or _is_int(value, 0, MAX_LOGPROBS, none=True)
 
 
 def _check_tokens(name: str, tokens: Iterable[Any], vocab_size: int) -> None:

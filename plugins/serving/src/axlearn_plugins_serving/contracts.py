@@ -32,24 +32,31 @@ class QueueFullError(RequestError):
 class Sampling:
     """Sampling parameters of a request.
 
-    They apply in this order: `logit_bias`, the penalties, `temperature`, `top_k`, `top_p`, `min_p`.
+    They apply in this order: `logit_bias`, `repetition_penalty`, the other penalties, `min_tokens` and `bad_tokens`,
+    `temperature`, `top_k`, `top_p`, `min_p`.
 
     Attributes:
         max_tokens: Maximum number of output tokens; None generates until the context is full.
         temperature: Sampling temperature; 0 always picks the most likely token.
         top_k: Number of most likely tokens to sample from; None samples from all.
-        top_p: Sample from the smallest set of tokens with at least this total probability (Holtzman et al., 2020).
+        top_p: Sample from the smallest set of tokens with at least this total probability (Holtzman et al., 2020). 0 always picks
+            the most likely token.
         min_p: Minimum probability of a token, relative to the most likely one (Nguyen et al., 2024).
         seed: Seed for sampling. The same seed produces the same tokens in any batch. None picks a random seed.
         presence_penalty: Subtracted from the logit of each token that is already in the output.
         frequency_penalty: Subtracted from a token's logit once for each occurrence of the token in the output.
+        repetition_penalty: Divides the positive logits of the tokens in the prompt and the output, and multiplies the negative
+            ones (Keskar et al., 2019). 1 changes nothing.
+        min_tokens: Number of output tokens before which no end token or stop token is chosen.
+        bad_tokens: Sequences of tokens that the output never contains. The last token of a sequence is not chosen after the others.
         logit_bias: Token -> value added to its logit.
         stop_tokens: Tokens that end the output, in addition to the tokenizer's end token. The output excludes the token that
             ended it.
         ignore_end: Whether to continue after the end token.
         logprobs: Number of most likely tokens to report with each output token's log-probability; None reports nothing.
             Log-probabilities come from the model's distribution, before bias, penalties and temperature.
-        prompt_logprobs: Whether to also report log-probabilities of the prompt tokens after the first.
+        prompt_logprobs: Number of most likely tokens to report with the log-probability of each prompt token after the first.
+            True reports as many as `logprobs`. None and False report nothing.
     """
 
     max_tokens: int | None = 16
@@ -60,11 +67,35 @@ class Sampling:
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    bad_tokens: tuple[tuple[int, ...], ...] = ()
     logit_bias: Mapping[int, float] = attrs.field(factory=dict)
     stop_tokens: frozenset[int] = frozenset()
     ignore_end: bool = False
     logprobs: int | None = None
-    prompt_logprobs: bool = False
+    prompt_logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always chosen."""
+        return self.temperature == 0 or self.top_p == 0
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether a bias or a penalty changes the logits."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(self.logit_bias or penalties)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether to report log-probabilities of the prompt."""
+        return self.prompt_logprobs is not None and self.prompt_logprobs is not False
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Number of most likely tokens to report at each position of the prompt."""
+        return (self.logprobs or 0) if self.prompt_logprobs is True else int(self.prompt_logprobs or 0)
 
 
 class Constraint(Protocol):
@@ -106,6 +137,7 @@ class Request:
         priority: Smaller values run first. Requests with equal priority run in order of arrival.
         client: Client that sent the request. Waiting clients of the same priority take turns.
         adapter: Name of a LoRA adapter; None uses the base model.
+        embeds: Whether to return the embedding of the prompt instead of continuing it. See `EmbedsTokens`.
     """
 
     id: str
@@ -115,6 +147,7 @@ class Request:
     priority: int = 0
     client: str = ""
     adapter: str | None = None
+    embeds: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -145,6 +178,7 @@ class Output:
         cached_tokens: Number of prompt tokens that were already in the cache.
         error: Error message if `finish` is "error".
         started: When the request left the queue for the first time, from `time.monotonic`; None if unknown.
+        embedding: Embedding of the prompt, float32 [D], if the request embeds.
     """
 
     id: str
@@ -156,6 +190,7 @@ class Output:
     cached_tokens: int = 0
     error: str | None = None
     started: float | None = None
+    embedding: np.ndarray | None = attrs.field(default=None, eq=False)
 
 
 @attrs.frozen(kw_only=True)
@@ -211,7 +246,7 @@ class Engine(Protocol):
         vocab_size: Token ids are 0 to `vocab_size` - 1.
         max_context: Maximum number of tokens in a prompt and its output.
 
-    An engine may also implement `PacesSteps`.
+    An engine may also implement `PacesSteps`, `Sleeps` or `NormalizesEmbeddings`.
     """
 
     vocab_size: int
@@ -384,6 +419,48 @@ class KeepsStates(Protocol):
     num_snapshots: int | None
 
 
+class PendingEmbeddings(Protocol):
+    """Embeddings that the devices compute."""
+
+    def wait(self) -> np.ndarray:
+        """Wait for the devices and return the embeddings, float32 [B, D]."""
+        ...
+
+
+@runtime_checkable
+class EmbedsTokens(Protocol):
+    """A runner that can compute the embeddings of texts.
+
+    Attributes:
+        embed_buckets: Shapes of batches in ascending order of length, each with `rows` and `length`. Empty if the runner was built
+            without embeddings.
+    """
+
+    embed_buckets: Sequence[Any]
+
+    def embed(self, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None]) -> PendingEmbeddings:
+        """Submit texts that fit into one of the shapes, without waiting for their embeddings.
+
+        Args:
+            prompts: Tokens of each text.
+            adapters: Adapter of each text; None uses the base model.
+        """
+        ...
+
+
+@runtime_checkable
+class ReleasesMemory(Protocol):
+    """A runner that can free the memory of its devices; see `Sleeps`."""
+
+    def release_memory(self, level: int) -> None:
+        """Free the cache and the weights. No step is in flight, and none follows before `restore_memory`."""
+        ...
+
+    def restore_memory(self) -> None:
+        """Restore the weights, and an empty cache."""
+        ...
+
+
 @runtime_checkable
 class HasProgram(Protocol):
     """A runner with a program.
@@ -420,6 +497,43 @@ class HoldsResources(Protocol):
 
 
 @runtime_checkable
+class Sleeps(Protocol):
+    """An engine that can free the memory of its devices while it is idle.
+
+    Attributes:
+        is_sleeping: Whether the memory is free. The engine then rejects requests.
+    """
+
+    is_sleeping: bool
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the cache and the weights.
+
+        Args:
+            level: 1 keeps the weights in the memory of the host. 2 drops them, and `wake_up` reads them from their source again.
+
+        Raises:
+            RequestError: If requests are running, the level is unknown, or the weights have no source that can be read again.
+        """
+        ...
+
+    def wake_up(self) -> None:
+        """Restore the weights, and an empty cache."""
+        ...
+
+
+@runtime_checkable
+class NormalizesEmbeddings(Protocol):
+    """An engine whose embeddings the server may scale.
+
+    Attributes:
+        normalizes_embeddings: Whether the server scales embeddings to length 1.
+    """
+
+    normalizes_embeddings: bool
+
+
+@runtime_checkable
 class PacesSteps(Protocol):
     """An engine that can wait for more requests before it plans its next step."""
 
@@ -451,7 +565,8 @@ class Runner(Protocol):
         decode_steps: Maximum value of `steps` in `submit`.
         adapters: Names of the LoRA adapters that requests can use.
 
-    A runner may also implement `HasWindow`, `HasPrefix`, `KeepsStates`, `HasProgram` or `HoldsResources`.
+    A runner may also implement `HasWindow`, `HasPrefix`, `KeepsStates`, `EmbedsTokens`, `ReleasesMemory`, `ChangesAdapters`,
+    `HasProgram` or `HoldsResources`.
     """
 
     vocab_size: int
@@ -480,7 +595,13 @@ class Runner(Protocol):
         ...
 
     def assign(
-        self, slot: int, sampling: Sampling, seed: int, output: Sequence[int], adapter: str | None = None
+        self,
+        slot: int,
+        sampling: Sampling,
+        seed: int,
+        output: Sequence[int],
+        adapter: str | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
         """Assign a slot to a request.
 
@@ -490,6 +611,7 @@ class Runner(Protocol):
             seed: 32-bit seed. It is combined with the number of tokens chosen so far.
             output: Tokens chosen so far; not empty if the request was preempted.
             adapter: One of `adapters`; None uses the base model.
+            prompt: Tokens of the prompt, for the repetition penalty.
         """
         ...
 

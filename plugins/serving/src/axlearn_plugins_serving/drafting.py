@@ -84,8 +84,8 @@ class ModelDrafter(Configurable):
 def can_draft(state: RequestState) -> bool:
     """Return True if a request always takes the model's most likely token."""
     sampling = state.request.sampling
-    changed = sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty
-    return sampling.temperature == 0 and not changed and state.request.constraint is None
+    masked = sampling.min_tokens or sampling.bad_tokens or state.request.constraint is not None
+    return sampling.is_greedy and not sampling.adjusts_logits and not masked
 
 
 def add_drafts(plan: SchedulerOutput, drafter: Drafter, cache: Cache, limits: Limits) -> None:

@@ -19,12 +19,14 @@ from axlearn_plugins_serving.admission import check_request
 from axlearn_plugins_serving.blocks import BlockPool
 from axlearn_plugins_serving.cache import Cache
 from axlearn_plugins_serving.contracts import (
+    EmbedsTokens,
     HasPrefix,
     HasWindow,
     HoldsResources,
     KeepsStates,
     Output,
     QueueFullError,
+    ReleasesMemory,
     Request,
     Row,
     Runner,
@@ -33,12 +35,14 @@ from axlearn_plugins_serving.contracts import (
     SubmittedStep,
 )
 from axlearn_plugins_serving.drafting import Drafter, ModelDrafter, add_drafts, can_draft
+from axlearn_plugins_serving.embedding import EmbeddingQueue
 from axlearn_plugins_serving.measure import Meter
 from axlearn_plugins_serving.request_state import RequestState
-from axlearn_plugins_serving.results import constraint_mask, read_part
+from axlearn_plugins_serving.results import read_part
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.scheduler import Limits, Part, PriorityScheduler, Scheduler, SchedulerOutput
 from axlearn_plugins_serving.snapshots import Snapshots
+from axlearn_plugins_serving.token_masks import next_mask
 
 
 class _InFlightStep(NamedTuple):
@@ -67,6 +71,7 @@ class ServingEngine(Configurable):
             tensor_parallel: Number of devices that split each matrix multiplication and the heads of the cache. None uses one
                 device, or two virtual CPU devices if JAX has them and the model's sizes are divisible by two. `axlearn serve`
                 creates them on machines with two or more cores.
+            normalize_embeddings: Whether the server scales embeddings to length 1.
             hold_seconds: Decode up to `runner.decode_steps` tokens in one dispatch if they take at most this many seconds in
                 total. A new request may wait this long for the step to end.
         """
@@ -79,6 +84,7 @@ class ServingEngine(Configurable):
         prefix_cache: bool = True
         pipeline: bool = True
         tensor_parallel: int | None = setting(default=None, ge=1)
+        normalize_embeddings: bool = True
         hold_seconds: float = setting(default=0.03, ge=0)
 
     def __init__(self, cfg: Config, *, runner: Runner, end_tokens: frozenset[int] = frozenset()):
@@ -90,6 +96,7 @@ class ServingEngine(Configurable):
         self.vocab_size = runner.vocab_size
         self.adapters: tuple[str, ...] = tuple(runner.adapters)
         self.max_context = _context_length(cfg, runner)
+        self.normalizes_embeddings = cfg.normalize_embeddings
         self.prefix = runner.prefix if isinstance(runner, HasPrefix) else 0
         self.cache = Cache(
             BlockPool(runner.num_blocks, runner.block_size),
@@ -111,13 +118,16 @@ class ServingEngine(Configurable):
         self.drafter: Drafter | None = _build_drafter(cfg, runner)
         self.meter = Meter()
         self._states: dict[str, RequestState] = {}
+        self.is_sleeping = False
         self._arrivals = itertools.count()
+        embeds = isinstance(runner, EmbedsTokens) and bool(runner.embed_buckets)
+        self._embeddings = EmbeddingQueue(runner) if embeds else None  # type: ignore[arg-type]
         self._in_flight: _InFlightStep | None = None
         self._closed = False
 
     def add(self, request: Request) -> None:
         """See `Engine.add`."""
-        self._check_open()
+        self._check_awake()
         check_request(
             request,
             vocab_size=self.vocab_size,
@@ -126,9 +136,9 @@ class ServingEngine(Configurable):
             adapters=self.adapters,
             prefix=self.prefix,
         )
-        if request.id in self._states:
+        if request.id in self._states or (self._embeddings is not None and request.id in self._embeddings):
             raise RequestError(f"request {request.id!r} is not finished yet\n    fix: use a unique id for each request")
-        waiting = self.scheduler.waiting()
+        waiting = self._num_waiting()
         if waiting >= self.config.max_waiting:
             seconds = self.meter.retry_after(waiting)
             raise QueueFullError(
@@ -136,6 +146,9 @@ class ServingEngine(Configurable):
                 f"    fix: try again in {seconds:.0f} s",
                 seconds,
             )
+        if request.embeds:
+            self._add_embedding(request)
+            return
         sampling = request.sampling
         limit = self.max_context - len(request.prompt)
         if sampling.max_tokens is not None:
@@ -149,10 +162,12 @@ class ServingEngine(Configurable):
         """See `Engine.abort`."""
         if (state := self._states.get(id)) is not None:
             self._remove_request(state)
+        elif self._embeddings is not None:
+            self._embeddings.abort(id)
 
     def busy(self) -> bool:
         """See `Engine.busy`."""
-        return bool(self._states)
+        return bool(self._states or self._embeddings)
 
     def step(self) -> Sequence[Output]:
         """See `Engine.step`."""
@@ -174,7 +189,7 @@ class ServingEngine(Configurable):
         """See `Engine.statistics`."""
         pool = self.cache.pool
         return self.meter.statistics(
-            waiting=self.scheduler.waiting(),
+            waiting=self._num_waiting(),
             running=len(self.scheduler.running),
             blocks=pool.num_blocks,
             used_blocks=pool.used,
@@ -184,9 +199,30 @@ class ServingEngine(Configurable):
 
     def update_weights(self, weights: Any) -> None:
         """See `Engine.update_weights`."""
-        self._check_open()
+        self._check_awake()
         self.runner.update_weights(weights)
         self.cache.forget(list(self.scheduler.running))
+
+    def sleep(self, level: int = 1) -> None:
+        """See `Sleeps.sleep`."""
+        self._check_open()
+        if not isinstance(self.runner, ReleasesMemory):
+            raise RequestError(f"a {type(self.runner).__name__} cannot free its memory")
+        if level not in (1, 2):
+            raise RequestError(f"the level is {level}\n    expected: 1 or 2")
+        if self.busy():
+            raise RequestError("requests are running\n    fix: wait for them to end, or abort them")
+        if not self.is_sleeping:
+            self.runner.release_memory(level)
+            self.cache.forget([])
+            self.is_sleeping = True
+
+    def wake_up(self) -> None:
+        """See `Sleeps.wake_up`."""
+        self._check_open()
+        if self.is_sleeping and isinstance(self.runner, ReleasesMemory):
+            self.runner.restore_memory()
+            self.is_sleeping = False
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -218,13 +254,25 @@ class ServingEngine(Configurable):
             self._in_flight = current
         elif self._in_flight is not None and not self.config.pipeline:
             outputs += self._read_results()
+        if self._embeddings:
+            outputs += self._embeddings.read()
+            self._embeddings.submit()
         return outputs
+
+    def _add_embedding(self, request: Request) -> None:
+        if self._embeddings is None:
+            raise RequestError(
+                "this engine computes no embeddings\n    fix: set serving.runner.pooling to mean, last or cls"
+            )
+        self._embeddings.add(request)
+        self.meter.prompt_tokens += len(request.prompt)
+
+    def _num_waiting(self) -> int:
+        return self.scheduler.waiting() + (0 if self._embeddings is None else len(self._embeddings))
 
     def _needs_results(self) -> bool:
         """Return True if the next step depends on the tokens in flight."""
-        return any(
-            s.inflight and (s.request.constraint is not None or self._uses_drafts(s)) for s in self.scheduler.running
-        )
+        return any(s.inflight and (s.mask_needs_output or self._uses_drafts(s)) for s in self.scheduler.running)
 
     def _uses_drafts(self, state: RequestState) -> bool:
         return self.drafter is not None and can_draft(state)
@@ -242,8 +290,8 @@ class ServingEngine(Configurable):
         rows, parts = [], []
         for part in plan.parts:
             state, mask = part.state, None
-            if part.sample and state.request.constraint is not None:
-                mask, problem = constraint_mask(state.request.constraint, self.vocab_size)
+            if part.sample and state.needs_mask:
+                mask, problem = next_mask(state, self.end_tokens, self.vocab_size)
                 if problem is not None:
                     outputs.append(Output(id=state.request.id, finish="error", error=problem))
                     self._remove_request(state)
@@ -266,7 +314,8 @@ class ServingEngine(Configurable):
             sampling = state.request.sampling
             if self._uses_drafts(state):  # drafts are verified against the most likely token at each position
                 sampling = attrs.evolve(sampling, logprobs=max(1, sampling.logprobs or 0))
-            self.runner.assign(state.slot, sampling, state.seed, state.output, state.request.adapter)
+            request = state.request
+            self.runner.assign(state.slot, sampling, state.seed, state.output, request.adapter, request.prompt)
             if state.cached_tokens is None:
                 state.cached_tokens = min(state.computed, state.prompt_length)
                 state.started = self.meter.record_begin(state.prompt_length, state.cached_tokens)
@@ -319,6 +368,13 @@ class ServingEngine(Configurable):
             self._remove_request(state)
         self.cache.forget([])
         self._in_flight = None
+        if self._embeddings is not None:
+            self._embeddings.clear()
+
+    def _check_awake(self) -> None:
+        self._check_open()
+        if self.is_sleeping:
+            raise RequestError("the engine sleeps\n    fix: call wake_up")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -24,6 +24,7 @@ from axlearn_core.errors import RequestError
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_serving import token_sampling
+from axlearn_plugins_serving.embedding import EmbedBucket, Pooling, pool
 from axlearn_plugins_serving.serving_linear import WeightLayout, lay_out_maps
 from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, VERIFIED, Step, StepBucket
 from axlearn_plugins_serving.token_sampling import ChosenTokens, Tables
@@ -52,6 +53,8 @@ class Sizes:
             rows.
         layout: Layout of the linear maps' weights; None keeps the training layout.
         snapshots: Number of recurrent states to keep for later requests, besides one per slot.
+        drafts: Whether steps draft tokens with the model's heads.
+        pooling: Pooling of embeddings, or None.
     """
 
     blocks: int
@@ -64,6 +67,7 @@ class Sizes:
     layout: WeightLayout | None = None
     snapshots: int = 0
     drafts: bool = False
+    pooling: Pooling | None = None
 
 
 class ServingFunctions:
@@ -161,6 +165,10 @@ class ServingFunctions:
         def inputs(bucket: StepBucket) -> tuple[Any, ...]:
             return weights, cache, tables, Array((bucket.length,), jnp.int32)
 
+        def texts(bucket: EmbedBucket) -> tuple[Any, ...]:
+            per_row = Array((bucket.rows,), jnp.int32)
+            return weights, Array((bucket.rows, bucket.length), jnp.int32), per_row, per_row
+
         return {
             "serve": Function(
                 call=self.serve,
@@ -181,6 +189,13 @@ class ServingFunctions:
                 takes_bucket=True,
                 required_kernels=required,
                 describe="run several decoding steps",
+            ),
+            "serve_embed": Function(
+                call=self.serve_embed,
+                inputs=texts,
+                takes_model=False,
+                takes_bucket=True,
+                describe="compute the embeddings of texts",
             ),
         }
 
@@ -268,11 +283,14 @@ class ServingFunctions:
 
     def _select_adapters(self, tables: Tables, slots: jax.Array) -> AbstractContextManager[None]:
         """Return a context manager that selects the adapter of each token, given the tokens' slots."""
+        return self._choose_adapters(tables.adapter.at[slots].get(mode="clip"))
+
+    def _choose_adapters(self, number: jax.Array) -> AbstractContextManager[None]:
+        """Return a context manager that selects the adapter of each token by its number, int32 [T]."""
         if not self.sizes.adapters:
             return nullcontext()
         from axlearn_plugins_finetune.lora.rows import row_adapters
 
-        number = tables.adapter.at[slots].get(mode="clip")
         return row_adapters(jax.nn.one_hot(number - 1, self.sizes.adapters, dtype=jnp.float32))
 
     def _hidden(self, model: Any, tables: Tables, x: jax.Array, slots: jax.Array) -> jax.Array:
@@ -423,6 +441,25 @@ class ServingFunctions:
             return jax.tree.map(lambda all, x: all.at[index].set(x), results, sampled), cache, tables
 
         return lax.fori_loop(0, count, one, (results, cache, tables))
+
+    def serve_embed(
+        self, arrays: Arrays, tokens: jax.Array, lengths: jax.Array, adapters: jax.Array, bucket: EmbedBucket
+    ) -> jax.Array:
+        """Return the embeddings of texts, float32 [B, D], computed without the cache.
+
+        Args:
+            arrays: Weights.
+            tokens: int32 [B, S].
+            lengths: Number of tokens in each row, int32 [B].
+            adapters: Adapter of each row, counted from 1; 0 is the base model, int32 [B].
+            bucket: Shapes.
+        """
+        assert self.sizes.pooling is not None
+        model = self._generation.bind(arrays)
+        real = jnp.arange(bucket.length, dtype=jnp.int32)[None] < lengths[:, None]
+        with self._choose_adapters(jnp.repeat(adapters, bucket.length)):
+            hidden, _ = model.hidden_states({"tokens": tokens}, Context(real=real))
+        return pool(hidden, lengths, self.sizes.pooling)
 
 
 def _check_drafts(model: object) -> None:

@@ -31,7 +31,7 @@ from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.generation import Generation, Sample
 from axlearn_plugins_serving.open_engine import build_engine, open_engine
 from axlearn_plugins_serving.runner import model_weights
-from axlearn_plugins_transformer.text.decoding import OutputText
+from axlearn_plugins_transformer.text.decoding import OutputOptions, OutputText
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
 Prompt = str | Sequence[int]
@@ -180,7 +180,8 @@ class LocalEngine:
             self._abort([request])
 
     def _new_collection(self, request: Request, stops: Sequence[str]) -> "_Collection":
-        return _Collection(None if self.text is None else self.text.output(request.prompt, stops))
+        options = OutputOptions(stops=tuple(stops), min_tokens=request.sampling.min_tokens)
+        return _Collection(None if self.text is None else self.text.output(request.prompt, options))
 
     def _sampling_defaults(self, logprobs: int | None = None) -> Sampling:
         defaults: dict[str, Any] = {} if self.text is None else dict(self.text.sampling)

@@ -99,8 +99,12 @@ def open_engine(
     specs = program.parts[Part.WEIGHTS]
     places = {path: spec.sharding for path, spec in {**specs.params, **specs.variables}.items()}
     functional = program.functional
+
+    def read() -> ModelWeights:
+        return functional.extract_weights(bind_weights(functional, weights.read("**", places)))
+
     with ThreadPoolExecutor(1) as pool:  # read files while programs are compiled or loaded
-        reading = pool.submit(lambda: functional.extract_weights(bind_weights(functional, weights.read("**", places))))
+        reading = pool.submit(read)
         engine = build_engine(
             functional.describe(),
             program=program,
@@ -109,6 +113,7 @@ def open_engine(
             warm_up=warm_up,
             programs=programs,
             weights=reading.result,
+            source=read,
             report=report,
         )
     warn_about_end_token(uri, experiment.input, weights.tokenizer)
@@ -148,6 +153,7 @@ def build_engine(
     warm_up: bool = True,
     programs: Path | None = None,
     weights: Callable[[], ModelWeights] | None = None,
+    source: Callable[[], ModelWeights] | None = None,
     report: Report = ignore_phase,
 ) -> ServingEngine:
     """Build an engine for a model.
@@ -160,6 +166,7 @@ def build_engine(
         warm_up: Whether to compile all functions first. Otherwise, each is compiled on first use.
         programs: Directory with exported programs to load instead of compiling. Exported programs are code.
         weights: Function that returns the weights, if the model's arrays are abstract. It is called last.
+        source: Function that reads the weights again, after `ServingEngine.sleep`. None if they have no source.
         report: Called when a phase begins.
 
     Raises:
@@ -181,7 +188,7 @@ def build_engine(
             "    fix: remove tensor_parallel, serve the model by its path, or pass a program with as many devices"
         )
     report("reading the weights")
-    runner = config.runner.build(model=model, program=program, programs=programs, weights=weights)
+    runner = config.runner.build(model=model, program=program, programs=programs, weights=weights, source=source)
     if warm_up:
         report("compiling the programs" if programs is None else f"loading the programs in {programs}")
         runner.warm_up()

@@ -43,9 +43,9 @@ class _Part:
 
 def sampling_kind(sampling: Sampling, masked: bool) -> int:
     """Return the kind of sampling that a request needs: `GREEDY`, `DRAWN` or `FULL`."""
-    if masked or sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty:
+    if masked or sampling.adjusts_logits:
         return FULL
-    return DRAWN if sampling.temperature > 0 else GREEDY
+    return GREEDY if sampling.is_greedy else DRAWN
 
 
 class Packer:
@@ -173,8 +173,9 @@ class PendingStep:
                 logprobs = [_logprobs(sampled, (step, index), sampling.logprobs) for step in range(self._steps)]
         targets = None
         if row.targets is not None:
+            top = (sampling.logprobs or 0) if row.verifies else sampling.num_prompt_logprobs
             targets = [
-                _logprobs(results[call][1], (begin + i,), sampling.logprobs or 0)
+                _logprobs(results[call][1], (begin + i,), top)
                 for call, begin, count in place.targets
                 for i in range(count)
             ]

@@ -66,7 +66,7 @@ class RequestState:
         self.cached_tokens: int | None = None
         self.started: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.sent_prompt_logprobs = not request.sampling.prompt_logprobs
+        self.sent_prompt_logprobs = not request.sampling.scores_prompt
         self.places: dict[tuple[int, ...], int] = {}
         self.indexed = 0
         self.drafts: tuple[int, ...] = ()
@@ -86,6 +86,22 @@ class RequestState:
     def remaining(self) -> int:
         """The number of tokens still to choose, excluding those in flight."""
         return self.limit - self.inflight - (len(self.tokens) - self.prompt_length)
+
+    @property
+    def masks_end(self) -> bool:
+        """Whether the next token must not end the output."""
+        num_chosen = len(self.tokens) - self.prompt_length + self.inflight
+        return num_chosen < self.request.sampling.min_tokens
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether a mask applies to the next token."""
+        return self.request.constraint is not None or bool(self.request.sampling.bad_tokens) or self.masks_end
+
+    @property
+    def mask_needs_output(self) -> bool:
+        """Whether the mask of the next token depends on the tokens in flight."""
+        return self.request.constraint is not None or any(len(word) > 1 for word in self.request.sampling.bad_tokens)
 
     @property
     def output(self) -> list[int]:

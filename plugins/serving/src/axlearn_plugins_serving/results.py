@@ -1,27 +1,12 @@
 """Convert the runner's results to request outputs."""
 
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from axlearn_plugins_serving.contracts import Constraint, FinishReason, Output, RowResult, TokenLogprobs
 from axlearn_plugins_serving.drafting import accept_draft
 from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.scheduler import Part
-
-
-def constraint_mask(constraint: Constraint, vocab_size: int) -> tuple[Any, str | None]:
-    """Return the mask for the next token, or None and an error message."""
-    try:
-        mask = constraint.mask()
-    except Exception as error:  # constraints may raise anything; only this request fails
-        return None, f"the constraint failed: {error}"
-    if mask.shape != (-(-vocab_size // 32),) or mask.dtype != np.uint32:
-        return None, f"the constraint's mask is {mask.dtype}{list(mask.shape)}, expected uint32[{-(-vocab_size // 32)}]"
-    if not mask.any():
-        return None, "the constraint allows no token"
-    return mask, None
+from axlearn_plugins_serving.token_masks import ending_tokens
 
 
 def read_part(part: Part, result: RowResult, end_tokens: frozenset[int]) -> Output | None:
@@ -59,7 +44,7 @@ def _read_prompt_logprobs(state: RequestState, part: Part, logprobs: Sequence[To
 
 def _build_output(state: RequestState, result: RowResult, end_tokens: frozenset[int]) -> Output:
     sampling, constraint = state.request.sampling, state.request.constraint
-    stop_tokens = sampling.stop_tokens if sampling.ignore_end else sampling.stop_tokens | end_tokens
+    stop_tokens = ending_tokens(sampling, end_tokens)
     finish: FinishReason | None = "length" if state.limit == 0 else None
     stop_token = error = None
     tokens: list[int] = []

@@ -22,6 +22,7 @@ from axlearn_core.contracts.target import Target
 from axlearn_core.errors import Problem, RequestError
 from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.contracts import Row, Sampling, SubmittedStep
+from axlearn_plugins_serving.embedding import EmbedBucket, PendingTexts, embed_buckets, pack_texts
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.memory_errors import explain_memory
 from axlearn_plugins_serving.packing import Packer, PendingStep
@@ -63,6 +64,7 @@ class ModelRunner(Configurable):
         program: Program of the run that the model belongs to; sets the mesh and devices. The default is one device.
         programs: Directory with exported programs of this runner, to load instead of compiling.
         weights: Function that returns the weights, if the model's arrays are abstract. It is called last.
+        source: Function that reads the weights again, after their memory was freed. None if they have no source.
     """
 
     @node
@@ -91,6 +93,7 @@ class ModelRunner(Configurable):
             num_snapshots: Number of recurrent states to keep for later requests, if the model has recurrent layers. None keeps two
                 per running request.
             drafts: Whether each step drafts tokens with the model's heads. The `model-drafter` turns it on.
+            pooling: Pooling of hidden states to embeddings: `mean`, `last` or `cls` (the first token). None turns them off.
         """
 
         block_size: int = setting(default=32, ge=1)
@@ -109,6 +112,7 @@ class ModelRunner(Configurable):
         kernel: str | None = None
         num_snapshots: int | None = setting(default=None, ge=0)
         drafts: bool = False
+        pooling: Literal["mean", "last", "cls"] | None = None
 
         def validate(self) -> Iterable[Problem]:
             """Report invalid buckets, and caches that hold too many tokens."""
@@ -145,6 +149,11 @@ class ModelRunner(Configurable):
             """Number of recurrent states to keep for later requests."""
             return 2 * self.max_rows if self.num_snapshots is None else self.num_snapshots
 
+        @property
+        def embed_buckets(self) -> list[EmbedBucket]:
+            """The shapes of batches of texts to embed, in ascending order of length."""
+            return [] if self.pooling is None else embed_buckets(self.max_context, self.max_step_tokens)
+
         def buckets(self, *, states: bool = False) -> list[StepBucket]:
             """Return the shapes of steps, in ascending order. `states` is set for models with recurrent layers."""
             rows = sorted({min(n, self.max_rows) for n in (*self.row_buckets, self.max_rows)})
@@ -165,8 +174,11 @@ class ModelRunner(Configurable):
         program: Program | ModelProgram | None = None,
         programs: Path | None = None,
         weights: Callable[[], ModelWeights] | None = None,
+        source: Callable[[], ModelWeights] | None = None,
     ):
         self.cfg = cfg
+        self._source = source
+        self._host_weights: tuple[Any, Any] | None = None  # arrays and shardings, while their memory is free
         self.adapters = tuple(cfg.adapters)
         self.block_size, self.max_rows, self.decode_steps = cfg.block_size, cfg.max_rows, cfg.decode_steps
         self.max_blocks_per_request, self.num_blocks = cfg.blocks_per_request, cfg.total_blocks
@@ -180,7 +192,7 @@ class ModelRunner(Configurable):
         self.program = RunnerProgram.for_program(program, cfg, model)
         self.buckets, self.window = self.program.buckets, read_window(self.program.cache_spec)
         self.prefix = read_prefix(self.program.cache_spec)
-        self.drafts = cfg.drafts
+        self.drafts, self.embed_buckets = cfg.drafts, cfg.embed_buckets
         self.num_snapshots = cfg.total_snapshots if has_states(self.program.cache_spec) else None
         for note in self.program.notes():
             log_message(f"note: {note}")
@@ -195,7 +207,7 @@ class ModelRunner(Configurable):
         with explain_memory("the model", lambda: self.program.functional.abstract, _SMALLER_WEIGHTS):
             loaded = model_weights(self.program.functional, model) if weights is None else weights()
             self._set_adapters(loaded)
-            self.update_weights(loaded)
+            self._place_weights(loaded)
         self._loader: BackgroundLoader | None = None
         if programs is not None:  # startup waits only for the weights, so load them first
             self._loader = BackgroundLoader(self.program, self.program.step_shapes())
@@ -224,12 +236,17 @@ class ModelRunner(Configurable):
             self._loader.stop()
 
     def assign(
-        self, slot: int, sampling: Sampling, seed: int, output: Sequence[int], adapter: str | None = None
+        self,
+        slot: int,
+        sampling: Sampling,
+        seed: int,
+        output: Sequence[int],
+        adapter: str | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
         """See `Runner.assign`."""
         self._sampling[slot] = sampling
-        number = 0 if adapter is None else 1 + self.adapters.index(adapter)
-        row = table_row(sampling, seed, output, self.vocab_size, number)
+        row = table_row(sampling, seed, output, self.vocab_size, self._adapter_number(adapter), prompt)
         self._tables = self.program.compile("serve_assign")(self._tables, np.int32(slot), row)
 
     def submit(self, rows: Sequence[Row], steps: int = 1) -> SubmittedStep:
@@ -254,6 +271,12 @@ class ModelRunner(Configurable):
                 sampled, targets, self.cache, self._tables = self.program.compile("serve", bucket)(*state)
                 results.append((sampled, targets))
         return PendingStep(rows, options, places, results, steps)
+
+    def embed(self, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None]) -> PendingTexts:
+        """See `EmbedsTokens.embed`."""
+        numbers = [self._adapter_number(adapter) for adapter in adapters]
+        bucket, *inputs = pack_texts(self.embed_buckets, prompts, numbers)
+        return PendingTexts(self.program.compile("serve_embed", bucket)(self._arrays, *inputs), len(prompts))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `Runner.copy_blocks`."""
@@ -285,8 +308,33 @@ class ModelRunner(Configurable):
             )
             self.cache = self.program.compile("serve_write")(self.cache, ids, part)
 
+    def release_memory(self, level: int) -> None:
+        """See `ReleasesMemory.release_memory`."""
+        if level == 2 and self._source is None:
+            raise RequestError(
+                "the weights cannot be read again, because they did not come from a path or were updated\n    fix: use level 1"
+            )
+        if level == 1:
+            shardings = jax.tree.map(lambda x: x.sharding, self._arrays)
+            self._host_weights = jax.tree.map(np.array, self._arrays), shardings
+        # Other owners may share the weights, so drop the references instead of deleting the arrays.
+        self._arrays = self.cache = None
+
+    def restore_memory(self) -> None:
+        """See `ReleasesMemory.restore_memory`."""
+        if self._host_weights is not None:
+            self._arrays = jax.device_put(*self._host_weights)
+        else:
+            assert self._source is not None
+            self._place_weights(self._source())
+        self.cache, self._host_weights = self.program.compile("serve_cache")(), None
+
     def update_weights(self, weights: ModelWeights) -> None:
         """See `Runner.update_weights`."""
+        self._place_weights(weights)
+        self._source = None
+
+    def _place_weights(self, weights: ModelWeights) -> None:
         functional = self.program.functional
         weights = ModelWeights({**weights.params, **self._adapter_arrays}, weights.variables)
         for part, specs in ((weights.params, functional.abstract), (weights.variables, functional.variables)):
@@ -307,6 +355,10 @@ class ModelRunner(Configurable):
         functional, adapters = self.program.functional, read_adapters(self.cfg.adapters)
         adapters.check(weights.params)
         self._adapter_arrays = adapters.arrays(functional.abstract)
+
+    def _adapter_number(self, adapter: str | None) -> int:
+        """Return the number of an adapter in the tables; 0 is the base model."""
+        return 0 if adapter is None else 1 + self.adapters.index(adapter)
 
     def _pad_ids(self, blocks: Sequence[int]) -> np.ndarray:
         return np.asarray([*blocks, *[self.num_blocks] * (BLOCKS_PER_CALL - len(blocks))], np.int32)
@@ -416,6 +468,7 @@ class RunnerProgram(ModelProgram):
             layout=self._weight_layout,
             snapshots=cfg.total_snapshots,
             drafts=cfg.drafts,
+            pooling=cfg.pooling,
         )
         self._serving = ServingFunctions(model, sizes)
         return self._serving.declare()
@@ -431,7 +484,9 @@ class RunnerProgram(ModelProgram):
     def step_shapes(self) -> Shapes:
         """Return the shapes of all functions that steps may need."""
         moves = ("serve_assign", "serve_mask", "serve_copy", "serve_read", "serve_write")
-        shapes: dict[str, Sequence[StepBucket | None]] = {**{name: [None] for name in moves}, "serve": self.buckets}
+        shapes: dict[str, Sequence[Any]] = {**{name: [None] for name in moves}, "serve": self.buckets}
+        if self.cfg.pooling is not None:
+            shapes["serve_embed"] = self.cfg.embed_buckets
         if self.cfg.decode_steps > 1:
             shapes["serve_decode"] = [bucket for bucket in self.buckets if not bucket.chunks]
         return shapes

@@ -285,7 +285,7 @@ class PriorityScheduler(Configurable):
         plan.preemptions += 1
 
     def _all_decode(self, plan: SchedulerOutput) -> bool:
-        return bool(plan.parts) and all(part.decodes and not part.state.request.constraint for part in plan.parts)
+        return bool(plan.parts) and all(part.decodes and not part.state.needs_mask for part in plan.parts)
 
     def _choose_steps(self, plan: SchedulerOutput, steps: int) -> int:
         """Return `steps` if the cache has room and few tokens would be wasted, else 1."""

@@ -24,6 +24,10 @@ TOP = 20
 MAX_BIAS = 300
 """Maximum number of tokens in a request's `logit_bias`, as in OpenAI's API."""
 MASKED_LOGIT = -1e30
+MAX_REPETITION = 1e20
+"""Larger repetition penalties, and their inverses, are replaced by this one, so that logits stay finite."""
+IN_PROMPT = 1 << 30
+"""Added to `Tables.counts` of tokens in the prompt, if the request has a repetition penalty."""
 
 
 @jax.tree_util.register_dataclass
@@ -42,9 +46,10 @@ class Tables:
         min_p: float32.
         presence: float32, presence penalty.
         frequency: float32, frequency penalty.
+        repetition: float32, repetition penalty; 1 changes nothing.
         bias_tokens: int32 [A, MAX_BIAS]; unused entries are V.
         bias: float32 [A, MAX_BIAS].
-        counts: int32 [A, V], number of times each token was chosen. Only updated in steps of kind `FULL`.
+        counts: int32 [A, V], number of times each token was chosen, and `IN_PROMPT`. Only updated in steps of kind `FULL`.
         mask: uint32 [A, ceil(V / 32)], tokens that may come next, in steps that use a mask.
     """
 
@@ -58,6 +63,7 @@ class Tables:
     min_p: Any
     presence: Any
     frequency: Any
+    repetition: Any
     bias_tokens: Any
     bias: Any
     counts: Any
@@ -78,6 +84,7 @@ class Tables:
             min_p=real,
             presence=real,
             frequency=real,
+            repetition=jnp.ones((slots,), jnp.float32),
             bias_tokens=jnp.full((slots, MAX_BIAS), vocab, jnp.int32),
             bias=jnp.zeros((slots, MAX_BIAS), jnp.float32),
             counts=jnp.zeros((slots, vocab), jnp.int32),
@@ -138,7 +145,9 @@ def adjust_logits(logits: jax.Array, rows: Tables, masked: jax.Array) -> jax.Arr
     """Apply bias, penalties and masks to logits, float32 [L, V]."""
     vocab = logits.shape[1]
     logits = jax.vmap(lambda x, index, value: x.at[index].add(value, mode="drop"))(logits, rows.bias_tokens, rows.bias)
-    counts = rows.counts.astype(jnp.float32)
+    penalty = jnp.where(rows.counts > 0, rows.repetition[:, None], 1.0)
+    logits = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    counts = (rows.counts & (IN_PROMPT - 1)).astype(jnp.float32)
     logits = logits - rows.frequency[:, None] * counts - rows.presence[:, None] * jnp.minimum(counts, 1.0)
     ids = jnp.arange(vocab, dtype=jnp.int32)
     allowed = (rows.mask[:, ids // 32] >> (ids % 32).astype(jnp.uint32)[None]) & 1
@@ -248,24 +257,30 @@ def record(tables: Tables, slots: jax.Array, token: jax.Array, sampled: jax.Arra
     )
 
 
-def table_row(sampling: Sampling, seed: int, output: Sequence[int], vocab: int, adapter: int = 0) -> Tables:
-    """Return the tables' row for a request."""
+def table_row(
+    sampling: Sampling, seed: int, output: Sequence[int], vocab: int, adapter: int = 0, prompt: Sequence[int] = ()
+) -> Tables:
+    """Return the tables' row for a request; see `Runner.assign`."""
     tokens, bias = np.full((MAX_BIAS,), vocab, np.int32), np.zeros((MAX_BIAS,), np.float32)
     for index, (token, value) in enumerate(sampling.logit_bias.items()):
         tokens[index], bias[index] = token, value
+    counts = np.bincount(np.asarray(output, np.int64), minlength=vocab).astype(np.int32)
+    if sampling.repetition_penalty != 1:
+        counts[np.asarray(prompt, np.int64)] |= IN_PROMPT
     return Tables(
         adapter=np.int32(adapter),
         last=np.int32(output[-1] if output else 0),
         number=np.int32(len(output)),
         seed=np.uint32(seed % 2**32),
         top_k=np.int32(min(sampling.top_k or vocab, vocab)),
-        temperature=np.float32(sampling.temperature),
+        temperature=np.float32(0 if sampling.is_greedy else sampling.temperature),
         top_p=np.float32(sampling.top_p),
         min_p=np.float32(sampling.min_p),
         presence=np.float32(sampling.presence_penalty),
         frequency=np.float32(sampling.frequency_penalty),
+        repetition=np.float32(np.clip(sampling.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION)),
         bias_tokens=tokens,
         bias=bias,
-        counts=np.bincount(np.asarray(output, np.int64), minlength=vocab).astype(np.int32),
+        counts=counts,
         mask=np.zeros((-(-vocab // 32),), np.uint32),
     )

@@ -48,6 +48,7 @@ SMALLEST = {
         "tools": [{"type": "function", "name": "f"}],
     },
     schemas.ReasoningOptions: {},
+    schemas.EmbeddingRequest: {"input": "a"},
     schemas.ResponseInput: {"input": "a"},
     schemas.ResponseInputTokens: {"input": "a"},
     schemas.ResponseRequest: {"input": "a"},

@@ -112,6 +112,11 @@ class RouterEngine:
             max_logit_bias=ready.max_logit_bias,
             adapters=ready.adapters,
         )
+        if request.embeds:
+            raise RequestError(
+                "separate prefill and decode processes compute no embeddings\n"
+                "    fix: start the server without --prefill and --decode"
+            )
         if request.constraint is not None and not isinstance(request.constraint, HasGrammar):
             raise RequestError(
                 f"a {type(request.constraint).__name__} cannot be sent to the decode process\n"
@@ -234,7 +239,7 @@ class RouterEngine:
     def _wants_prefill(self, entry: _Entry) -> bool:
         request = entry.request
         too_short = len(request.prompt) <= self._ready.block_size
-        return not (entry.prefilled or too_short or request.sampling.prompt_logprobs)
+        return not (entry.prefilled or too_short or request.sampling.scores_prompt)
 
     def _send(self, entry: _Entry, worker: WorkerProcess) -> None:
         entry.worker = worker

@@ -9,10 +9,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from axlearn_plugins_serving.server import anthropic_messages, endpoints
+from axlearn_plugins_serving.server import administration, anthropic_messages, endpoints
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.chat import chat_completions
 from axlearn_plugins_serving.server.completions import completions
+from axlearn_plugins_serving.server.embeddings import embeddings
 from axlearn_plugins_serving.server.http import error_response
 from axlearn_plugins_serving.server.limits import LimitRequests, ServerLimits
 from axlearn_plugins_serving.server.request_middleware import RecordRequests, RefuseWhileDraining, StripRootPath
@@ -88,6 +89,10 @@ def _routes() -> list[Route]:
         Route("/v1/responses/{id}/cancel", cancel_response, methods=["POST"]),
         Route(anthropic_messages.PATH, anthropic_messages.create_message, methods=["POST"]),
         Route(f"{anthropic_messages.PATH}/count_tokens", anthropic_messages.count_message_tokens, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
+        Route("/sleep", administration.sleep, methods=["POST"]),
+        Route("/wake_up", administration.wake_up, methods=["POST"]),
+        Route("/is_sleeping", administration.is_sleeping),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
     ]

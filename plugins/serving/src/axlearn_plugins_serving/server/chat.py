@@ -2,7 +2,8 @@
 
 import collections
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -14,8 +15,8 @@ from axlearn_plugins_serving.server.answer_blocks import AnswerBlocks, new_call_
 from axlearn_plugins_serving.server.answer_reader import new_reader
 from axlearn_plugins_serving.server.conversation import Conversation, choose_tools
 from axlearn_plugins_serving.server.http import DONE, EventStream, UsageReport, event, read_json, respond
-from axlearn_plugins_serving.server.logprobs import chat_logprobs
-from axlearn_plugins_serving.server.prompt_job import Choice, Job, ScoredToken
+from axlearn_plugins_serving.server.logprobs import chat_logprobs, prompt_logprobs
+from axlearn_plugins_serving.server.prompt_job import Choice, Delta, Job, ScoredToken
 from axlearn_plugins_serving.server.schemas import ChatRequest, TokenizeRequest
 from axlearn_plugins_serving.server.service import Service
 
@@ -88,18 +89,21 @@ class _Answers:
         """Yield the events of the stream."""
         report = UsageReport(self.body.stream_options)
         started: set[int] = set()
-        scored: dict[int, tuple[ScoredToken, ...]] = {}
+        pending = [_Tokens() for _ in self.job.choices]
         async for deltas in self.job.deltas():
             for delta in deltas:
-                index = delta.index
-                scored[index] = (*scored.get(index, ()), *delta.scored)
+                index, tokens = delta.index, pending[delta.index]
+                tokens.add(delta)
                 fields = [f for f in map(self._delta_fields, delta.pieces) if f]
-                if not fields and ((scored[index] and not delta.pieces) or (index not in started and delta.finish)):
+                waits = tokens.scored or (self.body.return_token_ids and tokens.ids)
+                if not fields and ((waits and not delta.pieces) or (index not in started and delta.finish)):
                     fields = [{"content": ""}]
                 for each in fields:
                     head = {} if index in started else {"role": "assistant"}
+                    prompt = {} if started else self._prompt_fields()
                     started.add(index)
-                    yield self._event(index, {**head, **each}, report, scored.pop(index, ()))
+                    yield self._event(index, {**head, **each}, report, tokens=tokens, prompt=prompt)
+                    tokens = pending[index] = _Tokens()
                 if delta.finish:
                     yield self._event(index, {}, report, finish=delta.finish)
         if report.last:
@@ -110,16 +114,16 @@ class _Answers:
     async def answer(self) -> dict[str, Any]:
         """Return the complete response."""
         answers = [AnswerBlocks() for _ in self.job.choices]
-        scored: list[list[ScoredToken]] = [[] for _ in self.job.choices]
+        tokens = [_Tokens() for _ in self.job.choices]
         async for batch in self.job.deltas():
             for delta in batch:
                 collections.deque(answers[delta.index].add(delta.pieces), maxlen=0)
-                scored[delta.index] += delta.scored
-        choices = [self._choice(choice, answers[choice.index], scored[choice.index]) for choice in self.job.choices]
-        head = {**self.head, "object": "chat.completion"}
+                tokens[delta.index].add(delta)
+        choices = [self._choice(choice, answers[choice.index], tokens[choice.index]) for choice in self.job.choices]
+        head = {**self.head, "object": "chat.completion", **self._prompt_fields()}
         return {**head, "choices": choices, "usage": self.job.usage.as_json()}
 
-    def _choice(self, choice: Choice, answer: AnswerBlocks, scored: list[ScoredToken]) -> dict[str, Any]:
+    def _choice(self, choice: Choice, answer: AnswerBlocks, tokens: "_Tokens") -> dict[str, Any]:
         text, reasoning = answer.join("text"), answer.join("reasoning")
         fields: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if answer.calls:
@@ -133,8 +137,9 @@ class _Answers:
         return {
             "index": choice.index,
             "message": fields,
-            "logprobs": self._logprobs(scored),
+            "logprobs": self._logprobs(tokens),
             "finish_reason": choice.finish,
+            **self._token_ids(tokens),
         }
 
     def _delta_fields(self, piece: Piece) -> dict[str, Any]:
@@ -154,15 +159,48 @@ class _Answers:
         index: int,
         fields: dict[str, Any],
         report: UsageReport,
-        scored: tuple[ScoredToken, ...] = (),
+        *,
+        tokens: "_Tokens | None" = None,
+        prompt: Mapping[str, Any] = MappingProxyType({}),
         finish: str | None = None,
     ) -> bytes:
-        logprobs = self._logprobs(scored) if fields else None
+        logprobs = None if tokens is None else self._logprobs(tokens)
         choice = {"index": index, "delta": fields, "logprobs": logprobs, "finish_reason": finish}
-        chunk = {**self.head, "object": "chat.completion.chunk", "choices": [choice]}
+        choice |= {} if tokens is None else self._token_ids(tokens)
+        chunk = {**self.head, "object": "chat.completion.chunk", **prompt, "choices": [choice]}
         return event({**chunk, **report.fields(self.job)})
 
-    def _logprobs(self, scored: "list[ScoredToken] | tuple[ScoredToken, ...]") -> dict[str, Any] | None:
+    def _token_ids(self, tokens: "_Tokens") -> dict[str, Any]:
+        return {"token_ids": tokens.ids} if self.body.return_token_ids else {}
+
+    def _prompt_fields(self) -> dict[str, Any]:
+        """Return the fields about the prompt, which all choices share."""
+        first, fields = self.job.choices[0], {}
+        if self.body.return_token_ids:
+            fields["prompt_token_ids"] = first.request.prompt
+        if self.body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(self.service.grammars, first, self.body.prompt_logprobs)
+        return fields
+
+    def _logprobs(self, tokens: "_Tokens") -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        return chat_logprobs(self.service.grammars, scored, self.body.top_logprobs or 0)
+        return chat_logprobs(self.service.grammars, tokens.scored, self.body.top_logprobs or 0)
+
+
+@attrs.define
+class _Tokens:
+    """Tokens of a choice that no event has reported yet.
+
+    Attributes:
+        ids: The tokens.
+        scored: Their log-probabilities, if requested.
+    """
+
+    ids: list[int] = attrs.field(factory=list)
+    scored: list[ScoredToken] = attrs.field(factory=list)
+
+    def add(self, delta: Delta) -> None:
+        """Append the tokens of a delta."""
+        self.ids += delta.tokens
+        self.scored += delta.scored

@@ -233,6 +233,7 @@ def _open(uri: str, options: Options, config: Any, startup: Any = None) -> Any:
     from axlearn_plugins_serving.compile_count import CompileCount
     from axlearn_plugins_serving.open_engine import ignore_phase, model_name
     from axlearn_plugins_serving.server.engine_thread import EngineThread
+    from axlearn_plugins_serving.server.response_store import ResponseStore
     from axlearn_plugins_serving.server.service import Service
     from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 
@@ -261,6 +262,9 @@ def _open(uri: str, options: Options, config: Any, startup: Any = None) -> Any:
         aliases=tuple(names[1:]),
         tool_parser=options["tool_parser"],
         reasoning_parser=options["reasoning_parser"],
+        responses=ResponseStore(options["response_store"]),
+        allows_sleep=options["allow_sleep"],
+        allows_adapters=options["allow_adapters"],
     )
 
 

@@ -6,12 +6,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.grammar_constraint import GrammarConstraint
 from axlearn_plugins_serving.server.staged_constraint import StagedConstraint, Stages
+from axlearn_plugins_serving.server.structured_outputs import JSON_OPTIONS, GrammarSource
 from axlearn_plugins_transformer.text.decoding import HasTokenizerJson
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
@@ -54,20 +55,24 @@ class Grammars:
         raw = self._vocabulary.decode_bytes([token])
         return raw[1:] if raw[:1] == b"\xff" and self._vocabulary.is_special_token(token) else raw
 
-    def new(self, schema: Mapping[str, Any] | None) -> GrammarConstraint:
+    def new(self, schema: Mapping[str, Any] | None, *, param: str = "response_format") -> GrammarConstraint:
         """Build a constraint for JSON that matches `schema`. If it is None, any object is allowed.
 
         This can take a second, so call it in a thread.
+
+        Args:
+            schema: JSON schema, or None.
+            param: Path of the field that contains it.
 
         Raises:
             ApiError: 400 if the schema is invalid, unsupported or unsatisfiable.
         """
         text = json.dumps({"type": "object"} if schema is None else schema)
         try:
-            grammar = LLMatcher.grammar_from_json_schema(text)
+            grammar = LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
         except ValueError as error:
-            raise _schema_error(str(error)) from None
-        return self.constrain(grammar)
+            raise _grammar_error(str(error), param) from None
+        return self.constrain(grammar, param=param)
 
     def rebuild(self, text: str) -> GrammarConstraint | StagedConstraint:
         """Build a constraint from the `grammar` of a constraint in another process."""
@@ -105,12 +110,27 @@ class Grammars:
         """
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise _schema_error(matcher.get_error(), param)
+            raise _grammar_error(matcher.get_error(), param)
         return GrammarConstraint(matcher, self._words, grammar)
 
     @property
     def _words(self) -> int:
         return (self._vocab_size + 31) // 32
+
+    def build(self, source: GrammarSource) -> GrammarConstraint:
+        """Build a constraint from the source of a grammar. This can take a second, so call it in a thread.
+
+        Raises:
+            ApiError: 400 if the grammar is invalid or cannot be satisfied.
+        """
+        param, value = source.param, source.value
+        try:
+            if source.kind == "json":
+                return self.new(json.loads(value) if isinstance(value, str) else value, param=param)
+            grammar = grammar_from(source.kind, value)
+        except ValueError as error:
+            raise _grammar_error(str(error), param) from None
+        return self.constrain(grammar, param=param)
 
     @functools.cached_property
     def _load_tokenizer(self) -> LLTokenizer:
@@ -124,10 +144,7 @@ class Grammars:
             return self._load_tokenizer
 
 
-def _schema_error(reason: str, param: str = "response_format") -> ApiError:
-    return ApiError(
-        400,
-        f"{param}: the JSON schema cannot be used: {reason}",
-        param=param,
-        code="invalid_json_schema",
-    )
+def _grammar_error(reason: str, param: str) -> ApiError:
+    is_schema = "json" in param or param in ("response_format", "tools")
+    kind, code = ("JSON schema", "invalid_json_schema") if is_schema else ("grammar", "invalid_grammar")
+    return ApiError(400, f"{param}: the {kind} cannot be used: {reason}", param=param, code=code)

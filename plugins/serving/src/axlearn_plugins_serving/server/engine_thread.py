@@ -7,9 +7,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Engine, Output, PacesSteps, QueueFullError, Request, Statistics
+
+T = TypeVar("T")
 
 _SAMPLE_SECONDS = 0.2
 _IDLE_SECONDS = 0.001  # between steps without outputs
@@ -98,6 +101,7 @@ class EngineThread:
         self._wake = threading.Condition()
         self._stopping = False
         self._receivers: dict[str, Outputs] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -154,6 +158,30 @@ class EngineThread:
             raise
         return outputs
 
+    async def call(self, function: Callable[[], T]) -> T:
+        """Call a function in the engine's thread, between two steps, and return its result.
+
+        Raises:
+            EngineFailedError: If the engine has failed or is stopping.
+        """
+        if self.failure is not None or self._stopping:
+            raise EngineFailedError("the engine has failed") if self.failure is not None else EngineStoppingError()
+        assert self._loop is not None
+        result: asyncio.Future[T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                value = function()
+            except Exception as error:  # an operation that fails must not end the thread
+                self._call_loop(self._set, result, error)
+            else:
+                self._call_loop(self._set, result, None, value)
+
+        self._calls.add(result)
+        result.add_done_callback(self._calls.discard)
+        self._command(run)
+        return await asyncio.shield(result)
+
     def abort(self, ids: Sequence[str]) -> None:
         """Abort requests that have not ended."""
         running = [id for id in ids if self._receivers.pop(id, None) is not None]
@@ -194,10 +222,12 @@ class EngineThread:
         self._receivers.clear()
         for outputs in receivers:
             outputs.fail(error)
+        for call in list(self._calls):
+            self._set(call, error)
 
-    def _set(self, future: "asyncio.Future[None]", error: Exception | None) -> None:
+    def _set(self, future: "asyncio.Future[Any]", error: Exception | None, value: Any = None) -> None:
         if not future.done():
-            future.set_result(None) if error is None else future.set_exception(error)
+            future.set_result(value) if error is None else future.set_exception(error)
 
     # Called in the thread.
 

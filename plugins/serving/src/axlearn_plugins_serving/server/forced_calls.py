@@ -7,6 +7,7 @@ from typing import Any
 
 from axlearn_plugins_serving.parsers.answer_formats import CallArguments, CallStart, Piece, Text
 from axlearn_plugins_serving.server.conversation import ToolUse
+from axlearn_plugins_serving.server.structured_outputs import JSON_OPTIONS
 
 MAX_CALLS = 128
 _HEAD = re.compile(r'\{"name":("(?:[^"\\]|\\.)*"),"arguments":$')
@@ -30,7 +31,7 @@ def forced_grammar(use: ToolUse) -> str:
 
 
 def _arguments(parameters: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({"type": "object", **parameters})
+    return "%json " + json.dumps({"type": "object", **parameters, "x-guidance": JSON_OPTIONS})
 
 
 class ForcedCallParser:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
@@ -123,8 +123,16 @@ async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield DONE
 
 
-async def respond(request: HttpRequest, answer: Coroutine[Any, Any, Any], job: Job) -> Response:
-    """Return a job's answer as JSON.
+class Closes(Protocol):
+    """Work for a request, which ends if the client disconnects."""
+
+    def close(self) -> None:
+        """End the work."""
+        ...
+
+
+async def respond(request: HttpRequest, answer: Coroutine[Any, Any, Any], job: Closes) -> Response:
+    """Return a job's answer, encoded as JSON unless it is a response already.
 
     End the job if the client disconnects first.
     """
@@ -134,7 +142,8 @@ async def respond(request: HttpRequest, answer: Coroutine[Any, Any, Any], job: J
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             return Response(status_code=499)  # the client is gone
-        return JSONResponse(task.result())
+        result = task.result()
+        return result if isinstance(result, Response) else JSONResponse(result)
     finally:
         job.close()
         for pending in (task, leaving):

@@ -5,7 +5,7 @@ from typing import Any
 
 from axlearn_plugins_serving.contracts import TokenLogprobs
 from axlearn_plugins_serving.server.constraints import Grammars
-from axlearn_plugins_serving.server.prompt_job import ScoredToken
+from axlearn_plugins_serving.server.prompt_job import Choice, ScoredToken
 
 LOWEST = -9999.0
 """Replaces minus infinity, which JSON does not support."""
@@ -35,6 +35,24 @@ def chat_logprobs(grammars: Grammars, scored: Sequence[ScoredToken], top: int) -
         for s in scored
     ]
     return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(grammars: Grammars, choice: Choice, top: int) -> list[dict[str, Any] | None]:
+    """Return the `prompt_logprobs` of a choice in the format of vLLM: for each token, token id -> log-probability.
+
+    Each position lists the prompt's token and the `top` most likely ones. The first token has None. `rank` is None if the prompt's
+    token is not among the most likely ones.
+    """
+
+    def entry(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": spell(grammars, token)}
+
+    def position(scores: TokenLogprobs) -> dict[str, Any]:
+        likeliest = {str(t): entry(t, logprob, rank) for rank, (t, logprob) in enumerate(scores.top[:top], 1)}
+        token = str(scores.token)
+        return {token: likeliest.get(token) or entry(scores.token, scores.logprob, None), **likeliest}
+
+    return [None, *map(position, choice.prompt_logprobs)]
 
 
 def completion_logprobs(

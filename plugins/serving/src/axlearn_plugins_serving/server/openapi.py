@@ -30,6 +30,7 @@ _BODIES = (
     schemas.ResponseInputTokens,
     anthropic_schemas.MessagesRequest,
     anthropic_schemas.MessageTokensRequest,
+    schemas.EmbeddingRequest,
     schemas.TokenizeRequest,
     schemas.DetokenizeRequest,
 )
@@ -43,6 +44,7 @@ _ANSWERS = (
     responses.MessageAnswer,
     responses.MessageTokens,
     responses.MessageErrorBody,
+    responses.Embeddings,
     responses.Tokens,
     responses.Text,
     responses.Models,
@@ -72,6 +74,7 @@ _POSTS = {
         anthropic_schemas.MessageTokensRequest,
         responses.MessageTokens,
     ),
+    "/v1/embeddings": ("Compute the embeddings of texts", schemas.EmbeddingRequest, responses.Embeddings),
     "/tokenize": ("Return the token ids of a text", schemas.TokenizeRequest, responses.Tokens),
     "/detokenize": ("Return the text of token ids", schemas.DetokenizeRequest, responses.Text),
 }

@@ -43,6 +43,7 @@ class Delta:
         pieces: The text, split into reasoning, text and tool calls.
         scored: Log-probabilities of the tokens in `text`, if requested.
         finish: Reason why the choice ended; None while it is running.
+        tokens: New tokens, including the token that ended the output.
     """
 
     index: int
@@ -50,6 +51,7 @@ class Delta:
     pieces: tuple[Piece, ...] = ()
     scored: tuple[ScoredToken, ...] = ()
     finish: Finish | None = None
+    tokens: tuple[int, ...] = ()
 
 
 class Choice:
@@ -89,7 +91,7 @@ class Choice:
             raise ApiError(500, output.error or "the engine ended the request", code="engine_error")
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self.prompt_logprobs += output.prompt_logprobs or ()
-        pieces = []
+        pieces, num_tokens = [], self.tokens
         for i, token in enumerate(output.tokens):
             self.tokens += 1
             if output.logprobs is not None:
@@ -97,7 +99,11 @@ class Choice:
             pieces.append(self._output.push(token))
             if self._output.stopped:
                 break
+        tokens = output.tokens[: self.tokens - num_tokens]
         if not self._output.stopped and output.finish is not None:
+            if output.stop_token is not None:
+                tokens += (output.stop_token,)
+                pieces.append(self._output.push_stop_token(output.stop_token))
             pieces.append(self._output.end())
         if self._output.stopped:
             self.finish = "stop"
@@ -109,7 +115,7 @@ class Choice:
         self._count_reasoning(pieces)
         if self._calls and self.finish == "stop":
             self.finish = "tool_calls"
-        return Delta(self.index, text, pieces, self._release(), self.finish)
+        return Delta(self.index, text, pieces, self._release(), self.finish, tokens)
 
     def _count_reasoning(self, pieces: Sequence[Piece]) -> None:
         """Count the tokens before the first piece of the answer. Parsers return the last pieces of the reasoning late."""

@@ -42,13 +42,27 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class PromptLogprob(BaseModel):
+    """The log-probability of a token of the prompt, or of one of the most likely tokens at its position."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class CompletionChoice(BaseModel):
-    """One continuation."""
+    """One continuation.
+
+    The last three fields are only present if the request asks for them.
+    """
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(BaseModel):
@@ -75,6 +89,30 @@ class AnswerToolCall(BaseModel):
     id: str
     type: Literal["function"]
     function: CalledFunction
+
+
+class Embedding(BaseModel):
+    """The embedding of a text: numbers, or their float32 bytes in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    """Token counts of a request without output."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(BaseModel):
+    """The response of `/v1/embeddings`."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
 
 
 class AnswerMessage(BaseModel):
@@ -126,6 +164,8 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class OutputText(BaseModel):
@@ -311,14 +351,14 @@ class Models(BaseModel):
 class Health(BaseModel):
     """The state of the server. Only `ok` accepts requests."""
 
-    status: Literal["ok", "draining", "failed"]
+    status: Literal["ok", "sleeping", "draining", "failed"]
 
 
 class EngineStatistics(BaseModel):
     """The state and counters of the engine, as in `/metrics`."""
 
     model: str
-    state: Literal["ok", "draining", "failed"]
+    state: Literal["ok", "sleeping", "draining", "failed"]
     start_compilations: int
     waiting: int
     running: int

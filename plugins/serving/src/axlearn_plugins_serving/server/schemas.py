@@ -28,9 +28,13 @@ from axlearn_plugins_serving.server.message_schemas import (
     ToolList,
 )
 from axlearn_plugins_serving.server.response_items import Item
+from axlearn_plugins_serving.server.structured_outputs import GrammarSource, GrammarText, StructuredOutputs
 
 MAX_CHOICES = 32
 MAX_LOGPROBS = 20
+MAX_TEXTS = 2048
+"""Maximum number of texts to embed in one request, as in OpenAI's API."""
+MAX_BAD_WORDS = 128
 MAX_SCHEMA = 64 * 1024
 """Maximum number of characters in a JSON schema."""
 _TOKEN = r"^(0|[1-9][0-9]{0,8})$"
@@ -116,7 +120,9 @@ ResponseFormat = Annotated[
 class SamplingFields(Body):
     """Fields that all generating endpoints share.
 
-    Extensions of the OpenAI API: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, `priority`.
+    Extensions of the OpenAI API: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `bad_words`, `ignore_eos`, `stop_token_ids`,
+    `include_stop_str_in_output`, `skip_special_tokens`, `prompt_logprobs`, `return_token_ids`, `structured_outputs` and `priority`
+    as in vLLM, and `json_schema` and `grammar` as in llama.cpp.
 
     Attributes:
         user: Name of the user. Waiting users of the same priority take turns.
@@ -127,7 +133,7 @@ class SamplingFields(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -136,7 +142,13 @@ class SamplingFields(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=1, le=1)] | None = None  # other values are not supported
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool = False
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern=_TOKEN)], Annotated[float, Field(ge=-100, le=100)]],
@@ -147,6 +159,9 @@ class SamplingFields(Body):
     ) = None
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: GrammarText | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
@@ -154,7 +169,28 @@ class SamplingFields(Body):
     def _check_stream_options(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs a stream: set stream to true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs does not support streams: set stream to false")
         return self
+
+    @model_validator(mode="after")
+    def _check_constraints(self) -> "SamplingFields":
+        formats = [None if isinstance(self.response_format, TextFormat) else self.response_format]
+        constraints = [*formats, self.structured_outputs, self.json_schema, self.grammar]
+        if sum(constraint is not None for constraint in constraints) > 1:
+            raise ValueError("set only one of response_format, structured_outputs, json_schema and grammar")
+        if exceeds(self.json_schema, MAX_SCHEMA):
+            raise ValueError(f"json_schema has more than {MAX_SCHEMA} characters")
+        return self
+
+    @property
+    def grammar_source(self) -> GrammarSource | None:
+        """The grammar that `structured_outputs`, `json_schema` or `grammar` requests, or None."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.source
+        if self.json_schema is not None:
+            return GrammarSource("json", self.json_schema, "json_schema")
+        return None if self.grammar is None else GrammarSource("grammar", self.grammar, "grammar")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -185,8 +221,6 @@ class CompletionRequest(SamplingFields):
     def _check(self) -> "CompletionRequest":
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of must equal n")
-        if self.echo and self.stream and self.logprobs is not None:
-            raise ValueError("echo with logprobs does not support streams: set stream to false")
         return self
 
 
@@ -320,7 +354,7 @@ class ResponseRequest(ResponseInput):
 
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[list[Include], Field(max_length=16, fail_fast=True)] | None = None
     stream: bool | None = False
@@ -343,6 +377,25 @@ class ResponseRequest(ResponseInput):
 
 class ResponseInputTokens(ResponseInput):
     """`POST /v1/responses/input_tokens`."""
+
+
+class EmbeddingRequest(Body):
+    """`POST /v1/embeddings`.
+
+    The input is a string, a list of strings, a list of token ids, or a list of lists of token ids. `priority` is an extension.
+    """
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    input: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    user: Annotated[str, Field(max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
 
 class TokenizeRequest(Body):

@@ -22,8 +22,10 @@ SECTIONS: Mapping[str, Sequence[Any]] = {
             help="Name for clients; repeatable (default: directory name).",
         ),
         click.option("--chat-template", metavar="FILE|plain", help="Chat template (default: the model's own)."),
-        click.option("--tool-parser", metavar="NAME", help="Parser for tool calls."),
-        click.option("--reasoning-parser", metavar="NAME", help="Parser for reasoning."),
+        click.option("--tool-parser", metavar="NAME|none", help="Parser for tool calls (default: by the template)."),
+        click.option(
+            "--reasoning-parser", metavar="NAME|none", help="Parser for reasoning (default: by the template)."
+        ),
         click.option(
             "--adapter",
             "adapters",
@@ -86,6 +88,13 @@ SECTIONS: Mapping[str, Sequence[Any]] = {
             multiple=True,
             metavar="ORIGIN",
             help="Let web pages of this origin use the server; repeatable.",
+        ),
+        click.option("--allow-sleep", is_flag=True, help="Let clients free the devices' memory with POST /sleep."),
+        click.option("--allow-adapters", is_flag=True, help="Let clients load adapters from this machine's files."),
+        click.option(
+            "--response-store",
+            metavar="FILE",
+            help="Keep responses of /v1/responses in a SQLite file (default: memory).",
         ),
         click.option(
             "--max-body",

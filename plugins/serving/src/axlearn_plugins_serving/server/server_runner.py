@@ -141,7 +141,7 @@ class ServerRunner:
         A second call aborts running requests.
         """
         if self._draining is None:
-            if self.service.state == "ok":
+            if self.service.state in ("ok", "sleeping"):
                 self.service.state = "draining"
             self._draining = asyncio.ensure_future(self._drain())
         else:

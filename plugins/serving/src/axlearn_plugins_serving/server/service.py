@@ -1,11 +1,12 @@
 """`Service`: the served model. It converts request bodies to engine requests."""
 
 import asyncio
+import contextlib
 import itertools
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -27,10 +28,11 @@ from axlearn_plugins_serving.server.grammar_constraint import GrammarConstraint
 from axlearn_plugins_serving.server.prompt_job import Choice, Job
 from axlearn_plugins_serving.server.request_record import current_request
 from axlearn_plugins_serving.server.response_store import ResponseStore
-from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
+from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaFormat, SamplingFields
 from axlearn_plugins_serving.server.server_metrics import Metrics
 from axlearn_plugins_serving.server.staged_constraint import StagedConstraint
 from axlearn_plugins_serving.server.text_pool import COUNTED, TextLimit, TextPool
+from axlearn_plugins_transformer.text.decoding import OutputOptions
 from axlearn_plugins_transformer.text.processor import TextProcessor
 from axlearn_plugins_transformer.text.tokenizers import tokens_beyond
 
@@ -55,9 +57,13 @@ class Service:
         reasoning_parser: Name of the format in which the model reasons, as for `tool_parser`.
         aliases: Other names under which clients may request the model. Responses contain `name`.
         state: `ok`, `draining` (no new requests) or `failed`.
+        state: `ok`, `sleeping` or `draining` (no new requests), or `failed`.
+        allows_sleep: Whether clients can make the engine sleep.
+        allows_adapters: Whether clients can load adapters from the server's file system.
         start_compilations: Number of programs that XLA compiled during startup; 0 if exported programs were loaded.
         bodies: Parses requests.
         text_pool: Threads that parse and tokenize.
+        administration: Held while the engine goes to sleep or wakes up, and while adapters change.
         text_limit: Rejects prompts that are too long before they are tokenized.
         formats: Formats in which the model calls tools and reasons.
         responses: Stores responses.
@@ -73,6 +79,8 @@ class Service:
     state: str = "ok"
     start_compilations: int = 0
     aliases: tuple[str, ...] = ()
+    allows_sleep: bool = False
+    allows_adapters: bool = False
     created: int = attrs.field(factory=lambda: int(time.time()))
     grammars: Grammars = attrs.field(init=False)
     metrics: Metrics = attrs.field(init=False)
@@ -82,6 +90,7 @@ class Service:
     formats: AnswerFormats = attrs.field(init=False)
     responses: ResponseStore = attrs.field(factory=ResponseStore)
     background: BackgroundResponses = attrs.field(factory=BackgroundResponses, init=False)
+    administration: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
     _count: Any = attrs.field(factory=itertools.count, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -175,6 +184,15 @@ class Service:
         except AxlearnError as error:
             raise ApiError(400, str(error), param=param, code="chat_template") from None
 
+    def check_accepting(self) -> None:
+        """Raise `ApiError` (503) if the server accepts no requests."""
+        if self.state == "draining":
+            raise draining_error()
+        if self.state == "sleeping":
+            raise ApiError(
+                503, "the server sleeps; wake it up with POST /wake_up", code="sleeping", headers={"retry-after": "5"}
+            )
+
     async def submit(
         self,
         prompts: Sequence[Sequence[int]],
@@ -182,8 +200,8 @@ class Service:
         *,
         max_tokens: int | None,
         logprobs: int | None = None,
-        prompt_logprobs: bool = False,
         reader: AnswerReader | None = None,
+        prompt_logprobs: int | None = None,
         param: str = "prompt",
     ) -> Job:
         """Submit prompts to the engine, each `fields.n` times.
@@ -200,8 +218,7 @@ class Service:
         Raises:
             ApiError: 400 if the request is invalid, 429 if the queue is full, 503 if the server is stopping.
         """
-        if self.state == "draining":
-            raise draining_error()
+        self.check_accepting()
         adapter = self.adapter(fields.model)
         if len(prompts) * (fields.n or 1) > MAX_CONTINUATIONS:
             raise ApiError(400, f"{param}: more than {MAX_CONTINUATIONS} continuations in one request", param=param)
@@ -209,37 +226,39 @@ class Service:
         self._check(prompts, fields, max_tokens, param)
         choices: list[Choice] = []
         reader = reader or AnswerReader(formats=AnswerFormats())
-        constraint = await self._constraint(fields.response_format, reader)
+        constraint = await self._constraint(fields, reader)
+        options = _output_options(fields, reader)
+        bad_tokens = self._bad_tokens(fields.bad_words or ())
         for prompt in prompts:
             for _ in range(fields.n or 1):
                 index = len(choices)
                 request = Request(
                     id=self.new_id("request-"),
                     prompt=tuple(prompt),
-                    sampling=self._read_sampling(fields, max_tokens, logprobs, prompt_logprobs, index),
+                    sampling=attrs.evolve(
+                        self._read_sampling(fields, max_tokens, logprobs, prompt_logprobs, index), bad_tokens=bad_tokens
+                    ),
                     constraint=None if constraint is None else constraint.copy(),
                     priority=fields.priority,
                     client=fields.user or "",
                     adapter=adapter,
                 )
-                output = self.text.output(prompt, fields.stops, spelled=reader.special_tokens)
-                choices.append(Choice(index, request, output, reader.new_parser()))
+                choices.append(Choice(index, request, self.text.output(prompt, options), reader.new_parser()))
         job = Job(choices, fields.n or 1, self.thread, self.metrics, adapter or self.name)
-        try:
+        self.check_accepting()  # again, because building a constraint takes time
+        with engine_errors():
             await job.start(stream=bool(fields.stream))
-        except QueueFullError as error:
-            after = str(max(1, math.ceil(error.retry_after)))
-            raise ApiError(429, str(error), code="queue_full", headers={"retry-after": after}) from None
-        except RequestError as error:
-            raise ApiError(400, str(error)) from None
-        except EngineFailedError as error:
-            raise ApiError(503, str(error), code="engine_error") from None
         if (record := current_request.get()) is not None:
             record.job = job
         return job
 
     def _read_sampling(
-        self, fields: SamplingFields, max_tokens: int | None, logprobs: int | None, prompt_logprobs: bool, index: int
+        self,
+        fields: SamplingFields,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        index: int,
     ) -> Sampling:
         defaults = self.text.sampling
         top_k = defaults.get("top_k") if fields.top_k is None else fields.top_k
@@ -252,36 +271,52 @@ class Service:
             seed=None if fields.seed is None else (fields.seed + index) % 2**63,
             presence_penalty=float(fields.presence_penalty or 0.0),
             frequency_penalty=float(fields.frequency_penalty or 0.0),
+            repetition_penalty=float(fields.repetition_penalty or 1.0),
+            min_tokens=fields.min_tokens or 0,
             logit_bias={int(token): float(bias) for token, bias in (fields.logit_bias or {}).items()},
             stop_tokens=frozenset(fields.stop_token_ids or ()),
             ignore_end=fields.ignore_eos,
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=fields.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
         )
 
     async def _constraint(
-        self, format: ResponseFormat | None, reader: AnswerReader
+        self, fields: SamplingFields, reader: AnswerReader
     ) -> GrammarConstraint | StagedConstraint | None:
-        grammar = None
+        format, grammar = fields.response_format, None
         if reader.use.mode == "required":
             grammar = await asyncio.to_thread(self.grammars.parse_lark, forced_grammar(reader.use), "tools")
+        elif (source := fields.grammar_source) is not None:
+            grammar = await asyncio.to_thread(self.grammars.build, source)
         elif isinstance(format, (JsonObjectFormat, JsonSchemaFormat)):
             schema = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else None
             grammar = await asyncio.to_thread(self.grammars.new, schema)
         stages = reader.stages(self.text.encode_marker, has_grammar=grammar is not None)
         return grammar if stages is None else self.grammars.stage(stages, grammar)
 
-    def _check(
-        self, prompts: Sequence[Sequence[int]], fields: SamplingFields, max_tokens: int | None, param: str
-    ) -> None:
+    def _bad_tokens(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of words, at the beginning of a text and after a space."""
+        texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+        return tuple(tokens for tokens in dict.fromkeys(tuple(self.tokenizer.encode(text)) for text in texts) if tokens)
+
+    def check_prompts(self, prompts: Sequence[Sequence[int]], param: str, new_tokens: int) -> None:
+        """Raise `ApiError` (400) if a prompt and `new_tokens` exceed the context, or a token is unknown."""
         vocab_size = self.thread.engine.vocab_size
-        new_tokens = max(1, max_tokens or 1)
         for prompt in prompts:
             self.text_limit.check_tokens(len(prompt), param, new_tokens)
             if (greatest := max(prompt)) >= vocab_size:
                 spelling = tokens_beyond(self.tokenizer, vocab_size).get(greatest)
                 token = greatest if spelling is None else f"{greatest} ({spelling!r})"
                 raise ApiError(400, f"{param}: token {token} is not below {vocab_size}", param=param)
+
+    def _check(
+        self, prompts: Sequence[Sequence[int]], fields: SamplingFields, max_tokens: int | None, param: str
+    ) -> None:
+        self.check_prompts(prompts, param, max(1, max_tokens or 1))
+        vocab_size = self.thread.engine.vocab_size
+        if max_tokens is not None and (fields.min_tokens or 0) > max_tokens:
+            message = f"min_tokens: {fields.min_tokens} is more than max_tokens, {max_tokens}"
+            raise ApiError(400, message, param="min_tokens")
         for name, tokens in (
             ("logit_bias", map(int, fields.logit_bias or ())),
             ("stop_token_ids", fields.stop_token_ids or ()),
@@ -289,3 +324,27 @@ class Service:
             for token in tokens:
                 if token >= vocab_size:
                     raise ApiError(400, f"{name}: token {token} is not below {vocab_size}", param=name)
+
+
+@contextlib.contextmanager
+def engine_errors() -> Iterator[None]:
+    """Convert the errors of adding requests to the engine to `ApiError`."""
+    try:
+        yield
+    except QueueFullError as error:
+        after = str(max(1, math.ceil(error.retry_after)))
+        raise ApiError(429, str(error), code="queue_full", headers={"retry-after": after}) from None
+    except RequestError as error:
+        raise ApiError(400, str(error)) from None
+    except EngineFailedError as error:
+        raise ApiError(503, str(error), code="engine_error") from None
+
+
+def _output_options(fields: SamplingFields, reader: AnswerReader) -> OutputOptions:
+    return OutputOptions(
+        stops=fields.stops,
+        min_tokens=fields.min_tokens or 0,
+        include_stop=fields.include_stop_str_in_output,
+        spell_special=not fields.skip_special_tokens,
+        spelled=frozenset(reader.special_tokens),
+    )

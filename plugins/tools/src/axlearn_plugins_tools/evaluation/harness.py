@@ -22,6 +22,7 @@ from axlearn_core.run.notices import log_message
 from axlearn_plugins_tools.evaluation.evaluate import Subject
 from axlearn_plugins_tools.evaluation.subjects import subject_in
 from axlearn_plugins_transformer.generate import Generator
+from axlearn_plugins_transformer.text.decoding import OutputOptions
 from axlearn_plugins_transformer.text.text_stream import PLAIN_SAMPLING
 
 
@@ -147,7 +148,7 @@ class AxlearnLM(LM):
 
     def _generate(self, generation: "_Generation") -> str:
         text, options = self.subject.processor, generation.options
-        output = text.output(generation.prompt, options.stops)
+        output = text.output(generation.prompt, OutputOptions(stops=tuple(options.stops)))
         pieces = []
         for token in self._cached_generator()(generation.prompt, seed=0, eos_id=text.end_tokens, **options.sampling):
             pieces.append(output.push(token))

@@ -4,9 +4,10 @@ All code that generates text uses this module.
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+import attrs
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
@@ -24,6 +25,25 @@ class HasTokenizerJson(Protocol):
     def to_json(self) -> str:
         """Return the content of a `tokenizer.json`."""
         ...
+
+
+@attrs.frozen(kw_only=True)
+class OutputOptions:
+    """Options that determine the text of an output.
+
+    Attributes:
+        stops: Strings that end the output. The text ends before them.
+        min_tokens: Number of tokens before which no stop string ends the output.
+        include_stop: Whether the text includes the stop string.
+        spell_special: Whether the text includes the spelling of special tokens.
+        spelled: Spellings of special tokens that the text includes in any case.
+    """
+
+    stops: tuple[str, ...] = ()
+    min_tokens: int = 0
+    include_stop: bool = False
+    spell_special: bool = False
+    spelled: frozenset[str] = frozenset()
 
 
 class Decoder(Protocol):
@@ -51,29 +71,27 @@ class Decoders:
             tokenizers.Tokenizer.from_str(tokenizer.to_json()) if isinstance(tokenizer, HasTokenizerJson) else None
         )
 
-    def new(self, prompt: Sequence[int]) -> Decoder:
+    def new(self, prompt: Sequence[int], *, spell_special: bool = False) -> Decoder:
         """Return a decoder for the tokens after `prompt`.
 
         The first token may decode differently without its context.
+
+        Args:
+            prompt: Tokens before the output.
+            spell_special: Whether to decode special tokens to their spelling instead of omitting them.
         """
         context = list(prompt[-8:])
         if self.tokenizer.decode(context).endswith("\ufffd"):  # the output does not complete an incomplete character
             context = []
         if self._library is not None:
-            return StreamDecoder(self._library, context)
+            return StreamDecoder(self._library, context, skip_special=not spell_special)
+        if spell_special:
+            return SpellingDecoder(self.tokenizer, context, self._special)
         return WindowDecoder(self.tokenizer, context)
 
-    def output(
-        self, prompt: Sequence[int], stops: Sequence[str] = (), *, spelled: Collection[str] = ()
-    ) -> "OutputText":
-        """Return a decoder for the tokens after `prompt` that stops at the first of `stops`.
-
-        Args:
-            prompt: Tokens that precede the output.
-            stops: Stop strings.
-            spelled: Spellings of special tokens to include in the text. Other special tokens are left out.
-        """
-        return OutputText(self.new(prompt), self._special, stops, spelled=spelled)
+    def output(self, prompt: Sequence[int], options: OutputOptions = OutputOptions()) -> "OutputText":
+        """Return a decoder for the tokens after `prompt` that stops at the first stop string."""
+        return OutputText(self.new(prompt, spell_special=options.spell_special), self._special, options)
 
     def spell(self, tokens: Sequence[int]) -> str:
         """Decode tokens, including special tokens, which outputs omit."""
@@ -89,9 +107,9 @@ class Decoders:
 class StreamDecoder:
     """A decoder that uses the `tokenizers` library."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, context: Sequence[int]):
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(ids=list(context), skip_special_tokens=True)
+    def __init__(self, tokenizer: tokenizers.Tokenizer, context: Sequence[int], *, skip_special: bool = True):
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._stream = DecodeStream(ids=list(context), skip_special_tokens=skip_special)
         self._known = list(context)  # tokens before the incomplete ones
         self._open: list[int] = []
 
@@ -113,12 +131,12 @@ class StreamDecoder:
 
     def _restart(self, token: int) -> str:
         text = self._difference([*self._open, token])
-        self._stream = DecodeStream(ids=[*self._open, token][-8:], skip_special_tokens=True)
+        self._stream = DecodeStream(ids=[*self._open, token][-8:], skip_special_tokens=self._skip_special)
         return text
 
     def _difference(self, tokens: Sequence[int]) -> str:
-        prefix = self._tokenizer.decode(self._known, skip_special_tokens=True)
-        return self._tokenizer.decode([*self._known, *tokens], skip_special_tokens=True)[len(prefix) :]
+        prefix = self._tokenizer.decode(self._known, skip_special_tokens=self._skip_special)
+        return self._tokenizer.decode([*self._known, *tokens], skip_special_tokens=self._skip_special)[len(prefix) :]
 
 
 class WindowDecoder:
@@ -155,6 +173,26 @@ class WindowDecoder:
         return self._tokenizer.decode(self._window)[self._shown :]
 
 
+class SpellingDecoder:
+    """A decoder for any tokenizer that also spells special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], special: Mapping[int, str]):
+        self._tokenizer, self._special = tokenizer, special
+        self._decoder = WindowDecoder(tokenizer, context)
+
+    def push(self, token: int) -> str:
+        """Return the text that a token completes."""
+        if (spelling := self._special.get(token)) is None:
+            return self._decoder.push(token)
+        text = self._decoder.end() + spelling
+        self._decoder = WindowDecoder(self._tokenizer, ())
+        return text
+
+    def end(self) -> str:
+        """Return the text that is still incomplete."""
+        return self._decoder.end()
+
+
 class StopFinder:
     """Cuts a text before its first stop string.
 
@@ -162,34 +200,40 @@ class StopFinder:
     several stop strings, the one that is complete first ends the text. If several are complete at the same character,
     the longest wins.
 
+    Args:
+        stops: Stop strings.
+        include_stop: Whether to cut the text after the stop string instead.
+
     Attributes:
         matched_stop: The stop string that ended the text, or None.
     """
 
-    def __init__(self, stops: Sequence[str]):
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False):
+        self._stops, self._include_stop = tuple(stops), include_stop
         self._text, self._shown = "", ""  # pending text, and for each character "1" if it belongs to the output
         self.matched_stop: str | None = None
 
-    def push(self, text: str, *, shown: bool = True) -> str:
+    def push(self, text: str, *, shown: bool = True, may_stop: bool = True) -> str:
         """Append a piece of the output and return the text that can be released.
 
         Args:
             text: The piece.
             shown: Whether it is part of the output. The spelling of a special token is not part of the output, but may match a
                 stop string.
+            may_stop: Whether a stop string that this piece completes ends the text.
         """
         if self.matched_stop is not None:
             return ""
         if not self._stops:
             return text if shown else ""
+        num_pending = len(self._text)
         self._text += text
         self._shown += ("1" if shown else "0") * len(text)
-        starts = {stop: self._text.find(stop) for stop in self._stops}
+        starts = {stop: self._text.find(stop, max(0, num_pending + 1 - len(stop))) for stop in self._stops}
         ends = [(start + len(stop), start, stop) for stop, start in starts.items() if start >= 0]
-        if ends:
-            _, start, self.matched_stop = min(ends)
-            piece = self._take(start)
+        if ends and may_stop:
+            end, start, self.matched_stop = min(ends)
+            piece = self._take(end if self._include_stop else start)
             self._text = self._shown = ""
             return piece
         return self._take(len(self._text) - max(_overlap(self._text, stop) for stop in self._stops))
@@ -211,19 +255,15 @@ class OutputText:
         decoded: Number of decoded characters, including text that is not released yet.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        special: Mapping[int, str],
-        stops: Sequence[str] = (),
-        *,
-        spelled: Collection[str] = (),
-    ):
-        self._decoder, self._special, self._spelled = decoder, special, frozenset(spelled)
-        self._finder = StopFinder(stops)
-        self._spells_special = bool(spelled) or any(
-            spelling in stop or stop in spelling for stop in stops for spelling in special.values()
+    def __init__(self, decoder: Decoder, special: Mapping[int, str], options: OutputOptions = OutputOptions()):
+        self._decoder, self._special, self._options = decoder, special, options
+        self._finder = StopFinder(options.stops, include_stop=options.include_stop)
+        # Special tokens that the decoder omits can still match stop strings.
+        self._matches_special = not options.spell_special and (
+            bool(options.spelled)
+            or any(spelling in stop or stop in spelling for stop in options.stops for spelling in special.values())
         )
+        self._count = 0
         self.decoded = 0
 
     @property
@@ -239,13 +279,19 @@ class OutputText:
     def push(self, token: int) -> str:
         """Append a token and return the text that can be released."""
         text = self._decoder.push(token)
+        self._count += 1
         self.decoded += len(text)
-        piece = self._finder.push(text)
-        if self._spells_special and (spelling := self._special.get(token)) is not None:
-            shown = spelling in self._spelled
+        may_stop = self._count > self._options.min_tokens
+        piece = self._finder.push(text, may_stop=may_stop)
+        if self._matches_special and (spelling := self._special.get(token)) is not None:
+            shown = spelling in self._options.spelled
             self.decoded += len(spelling) if shown else 0
-            piece += self._finder.push(spelling, shown=shown)
+            piece += self._finder.push(spelling, shown=shown, may_stop=may_stop)
         return piece
+
+    def push_stop_token(self, token: int) -> str:
+        """Append the token that ended the output, and return its text if the output includes it."""
+        return self.push(token) if self._options.include_stop else ""
 
     def end(self) -> str:
         """Return the remaining text at the end of the output."""

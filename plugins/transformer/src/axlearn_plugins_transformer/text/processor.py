@@ -3,7 +3,7 @@
 Training, evaluation, serving and export share it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -14,7 +14,7 @@ from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.contracts.text import EncodesSpecialTokens
 from axlearn_core.errors import Problem, nearest
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate, RenderedChat
-from axlearn_plugins_transformer.text.decoding import Decoders, OutputText
+from axlearn_plugins_transformer.text.decoding import Decoders, OutputOptions, OutputText
 from axlearn_plugins_transformer.text.protocols import bos_id_of, encode_prompt, first_token
 
 SAMPLING: Mapping[str, tuple[float, float]] = {
@@ -143,29 +143,32 @@ class TextProcessor(Configurable):
             return self.tokenizer.encode_special(text)[0]
         return self.tokenizer.encode(text)
 
-    def output(self, prompt: Sequence[int], stops: Sequence[str] = (), *, spelled: Collection[str] = ()) -> OutputText:
-        """Return a decoder for the tokens after `prompt`; see `Decoders.output`."""
-        return self._decoders.output(prompt, stops, spelled=spelled)
+    def output(self, prompt: Sequence[int], options: OutputOptions = OutputOptions()) -> OutputText:
+        """Return a decoder for the tokens after `prompt` that stops at the first stop string."""
+        return self._decoders.output(prompt, options)
 
     def output_text(self, prompt: Sequence[int], tokens: Sequence[int], stops: Sequence[str] = ()) -> str:
         """Decode a complete output that follows `prompt`."""
-        output = self.output(prompt, stops)
+        output = self.output(prompt, OutputOptions(stops=tuple(stops)))
         return "".join([*map(output.push, tokens), output.end()])
 
     def spell(self, tokens: Sequence[int]) -> str:
         """Decode tokens, including special tokens."""
         return self._decoders.spell(tokens)
 
-    def prompt_offsets(self, ids: Sequence[int], text: str | None = None) -> tuple[str, list[int]]:
+    def prompt_offsets(
+        self, ids: Sequence[int], text: str | None = None, *, spell_special: bool = False
+    ) -> tuple[str, list[int]]:
         """Return a prompt's text, and the offset of each token in it.
 
         Args:
             ids: Tokens of the prompt.
             text: The text that was encoded. It is returned if the tokens match it. None decodes the tokens.
+            spell_special: Whether the decoded text includes the spelling of special tokens.
         """
         if text is not None and (offsets := self._offsets_in(ids, text)) is not None:
             return text, offsets
-        output, starts, pieces = self.output(()), [], []
+        output, starts, pieces = self.output((), OutputOptions(spell_special=spell_special)), [], []
         for token in ids:
             starts.append(output.decoded)
             pieces.append(output.push(token))
