@@ -297,7 +297,8 @@ class ToolFormatSuite:
         call = Call("f", {"text": "word " * 200})
         output, parser = self.write([call], random.Random(0)), self.format.new(offer([call]), stream=True)
         half = join(parser.push(output[: len(output) // 2]))
-        assert half.calls and "word word" in half.calls[0][1], f"half of the output was parsed as {half}"
+        assert half.calls, f"half of the output was parsed as {half}"
+        assert "word word" in half.calls[0][1], f"half of the output was parsed as {half}"
 
     def test_long_and_nested_output_is_parsed_in_time(self) -> None:
         """Parse a megabyte of repeated markers, and deeply nested calls."""
