@@ -33,7 +33,7 @@ def scan(text, sizes):
     """Return the accepted text, and the scanner."""
     scanner, waiting, accepted = JsonScanner(), "", ""
     rest = text
-    while rest and not scanner.done and not scanner.failed:
+    while rest and not scanner.complete and not scanner.failed:
         size = next(sizes)
         waiting, rest = waiting + rest[:size], rest[size:]
         end = scanner.scan(waiting, final=not rest)
@@ -50,14 +50,14 @@ def sizes(size):
 @pytest.mark.parametrize("text", VALID)
 def test_json_is_accepted(text, size):
     accepted, scanner = scan(text, sizes(size))
-    assert (accepted, scanner.done) == (text, True)
+    assert (accepted, scanner.complete) == (text, True)
 
 
 @pytest.mark.parametrize("size", [1, 100])
 @pytest.mark.parametrize("text", INVALID)
 def test_other_text_is_not_accepted(text, size):
     accepted, scanner = scan(text, sizes(size))
-    assert not scanner.done
+    assert not scanner.complete
     assert text.startswith(accepted)
 
 

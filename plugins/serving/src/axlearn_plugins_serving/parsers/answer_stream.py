@@ -225,7 +225,7 @@ class AnswerStream:
             end = scanner.scan(self._buffer, self._at, final=self.ended)
             if end > self._at:
                 sink(self.take(end - self._at))
-            if scanner.done:
+            if scanner.complete:
                 return
             if scanner.failed or self.ended:
                 raise Malformed
