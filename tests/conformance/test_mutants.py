@@ -69,12 +69,13 @@ def test_the_same_test_passes_for_the_right_one(mutant, request):
 
 
 def _suites():
-    from axlearn_plugins_serving.testing import DrafterSuite, SchedulerSuite
+    from axlearn_plugins_serving import testing as serving
     from axlearn_plugins_transformer.attention_variants.testing import LatentCacheSuite
     from axlearn_plugins_transformer.testing import KVCacheSuite
 
     core = [getattr(testing, name) for name in testing.__all__ if name.endswith("Suite")]
-    return [*core, KVCacheSuite, LatentCacheSuite, SchedulerSuite, DrafterSuite]
+    suites = [getattr(serving, name) for name in serving.__all__ if name.endswith("Suite")]
+    return [*core, KVCacheSuite, LatentCacheSuite, *suites]
 
 
 def _mutants_of(cls):

@@ -1,8 +1,55 @@
 """Writers of tool calls: each returns calls in the syntax of a family, as its chat template renders them."""
 
 import json
+from collections.abc import Callable
+
+import pytest
+
+from axlearn_plugins_serving.parsers.answer_formats import Function
+from axlearn_plugins_serving.parsers.chain import Chain
+from axlearn_plugins_serving.parsers.selection import choose_reasoning_format, choose_tool_format
+from axlearn_plugins_serving.testing import ReasoningFormatSuite, ToolFormatSuite
+from axlearn_plugins_serving.testing.parsers import constant_sizes, parse
 
 BAR = "\uff5c"
+
+
+class FormatTests(ToolFormatSuite):
+    """The suite for the format `name`, with outputs of `writer`."""
+
+    name: str
+    writer: Callable
+
+    @pytest.fixture(autouse=True, params=[40, pytest.param(1000, marks=pytest.mark.slow)])
+    def _format(self, request):
+        self.cases = request.param
+        self.format = choose_tool_format(None, self.name)
+
+    def write(self, calls, rng):
+        return type(self).writer(calls, rng)
+
+
+class ReasoningTests(ReasoningFormatSuite):
+    """The suite for the reasoning format `name`, with these markers."""
+
+    name: str
+    start: str
+    stop: str
+
+    @pytest.fixture(autouse=True)
+    def _format(self):
+        self.format = choose_reasoning_format(None, self.name)
+
+    def write(self, reasoning, text, *, inside):
+        return f"{'' if inside else self.start}\n{reasoning}\n{self.stop}\n\n{text}"
+
+
+def read(output, *, tools=None, reasoning=None, functions=("f", "g"), stream=False, prompt="", size=1):
+    """Parse an output with the named formats. Functions are names, or `Function` objects."""
+    offered = [name if isinstance(name, Function) else Function(name) for name in functions]
+    parsers = [choose_reasoning_format(None, reasoning).new(prompt)] if reasoning else []
+    parsers += [choose_tool_format(None, tools).new(offered, stream=stream)] if tools else []
+    return parse(Chain(parsers), output, constant_sizes(size))
 
 
 def dump(value):

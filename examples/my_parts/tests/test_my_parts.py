@@ -30,12 +30,14 @@ from axlearn_plugins_my_parts.loop import StopAtLoss
 from axlearn_plugins_my_parts.model import Bigram
 from axlearn_plugins_my_parts.process_group import RankFromEnvironment
 from axlearn_plugins_my_parts.profiler import SlowestSteps
+from axlearn_plugins_my_parts.reasoning_format import PlanTags
 from axlearn_plugins_my_parts.scheduler import ShortestFirst
 from axlearn_plugins_my_parts.tokenizer import Characters
+from axlearn_plugins_my_parts.tool_format import CallTags
 from axlearn_plugins_my_parts.tracker import CsvTracker, read_csv
 from axlearn_plugins_my_parts.watchdog import StackDump
 from axlearn_plugins_my_parts.weights import save_npz
-from axlearn_plugins_serving.testing import DrafterSuite, SchedulerSuite
+from axlearn_plugins_serving.testing import DrafterSuite, ReasoningFormatSuite, SchedulerSuite, ToolFormatSuite
 from axlearn_plugins_transformer.attention_variants.testing import LatentCacheSuite
 from axlearn_plugins_transformer.kernels.rms_norm import RMSNormOp
 from axlearn_plugins_transformer.testing import KVCacheSuite
@@ -312,3 +314,19 @@ class TestShortestFirst(SchedulerSuite):
 
 class TestRepeatDrafter(DrafterSuite):
     config = RepeatDrafter.Config()
+
+
+class TestCallTags(ToolFormatSuite):
+    format = CallTags()
+
+    def write(self, calls, rng):
+        return "\n".join(f"<call {call.name}>{json.dumps(call.arguments)}</call>" for call in calls)
+
+
+class TestPlanTags(ReasoningFormatSuite):
+    format = PlanTags()
+    prompt_inside = "<plan>\n"
+    prompt_without = "<plan></plan>"
+
+    def write(self, reasoning, text, *, inside):
+        return f"{'' if inside else '<plan>'}{reasoning}</plan>{text}"

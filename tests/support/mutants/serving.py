@@ -1,5 +1,6 @@
-"""Wrong caches, schedulers and drafters."""
+"""Wrong caches, schedulers, drafters and parsers."""
 
+import json
 import random
 
 import attrs
@@ -7,8 +8,11 @@ import jax.numpy as jnp
 
 from axlearn_core.config import node
 from axlearn_plugins_serving.drafting import NgramDrafter
+from axlearn_plugins_serving.parsers.answer_formats import CallStart, Function, Text
+from axlearn_plugins_serving.parsers.json_calls import Hermes
+from axlearn_plugins_serving.parsers.think import Think
 from axlearn_plugins_serving.scheduler import PriorityScheduler
-from axlearn_plugins_serving.testing import DrafterSuite, SchedulerSuite
+from axlearn_plugins_serving.testing import DrafterSuite, ReasoningFormatSuite, SchedulerSuite, ToolFormatSuite
 from axlearn_plugins_transformer.attention_variants.latent_cache import ContiguousLatentCache
 from axlearn_plugins_transformer.attention_variants.testing import LatentCacheSuite
 from axlearn_plugins_transformer.kv_cache import ContiguousCache
@@ -134,4 +138,107 @@ DRAFTERS = mutants(
     },
 )
 
+
+class Splitting:
+    """Parses each piece by itself."""
+
+    def __init__(self, new):
+        self._new = new
+
+    def push(self, text):
+        parser = self._new()
+        return [*parser.push(text), *parser.end()]
+
+    def end(self):
+        return []
+
+
+class Late:
+    """Returns everything at the end."""
+
+    def __init__(self, parser):
+        self._parser, self._pieces = parser, []
+
+    def push(self, text):
+        self._pieces += self._parser.push(text)
+        return []
+
+    def end(self):
+        return self._pieces + self._parser.end()
+
+
+class Silent(Late):
+    """Drops text that follows a call."""
+
+    def end(self):
+        pieces = super().end()
+        last = max((i for i, piece in enumerate(pieces) if isinstance(piece, CallStart)), default=len(pieces))
+        return [piece for i, piece in enumerate(pieces) if i < last or not isinstance(piece, Text)]
+
+
+@attrs.frozen
+class Calls(Hermes):
+    wrong: str = ""
+
+    def new(self, functions, *, stream):
+        if self.wrong == "generous":
+            functions = [
+                *functions,
+                *(Function(f"{name}_{i}") for name in ("f", "get_weather", "search-web") for i in range(3)),
+            ]
+        parser = super().new(functions, stream=stream)
+        if self.wrong == "splits":
+            return Splitting(lambda: super(Calls, self).new(functions, stream=stream))
+        wrappers = {"late": Late, "silent": Silent}
+        return wrappers[self.wrong](parser) if self.wrong in wrappers else parser
+
+
+def _calls(wrong=""):
+    def write(self, calls, rng):
+        members = ({"name": call.name, "arguments": call.arguments} for call in calls)
+        return "".join(f"<tool_call>{json.dumps(member)}</tool_call>" for member in members)
+
+    return suite(ToolFormatSuite, format=Calls(wrong), write=write, cases=10)
+
+
+PARSED = "test_calls_and_text_are_parsed_exactly"
+TOOL_FORMATS = mutants(
+    _calls(),
+    {
+        "holds nothing back": (_calls("splits"), PARSED),
+        "calls functions that were not offered": (_calls("generous"), "test_calls_of_other_functions_stay_text"),
+        "returns the arguments at the end": (_calls("late"), "test_arguments_are_returned_while_they_are_written"),
+        "drops the text after a call": (_calls("silent"), PARSED),
+    },
+)
+
+
+@attrs.frozen
+class Thoughts(Think):
+    wrong: str = ""
+
+    def new(self, prompt):
+        if self.wrong == "splits":
+            return Splitting(lambda: super(Thoughts, self).new(prompt))
+        return super().new({"forgets": "", "always": "<think>"}.get(self.wrong, prompt))
+
+
+def _thoughts(wrong=""):
+    def write(self, reasoning, text, *, inside):
+        return f"{'' if inside else '<think>'}{reasoning}</think>{text}"
+
+    return suite(ReasoningFormatSuite, format=Thoughts(wrong), write=write, prompt_inside="<think>")
+
+
+SEPARATED = "test_reasoning_and_answer_are_separated"
+REASONING_FORMATS = mutants(
+    _thoughts(),
+    {
+        "holds nothing back": (_thoughts("splits"), SEPARATED),
+        "ignores the prompt": (_thoughts("forgets"), SEPARATED),
+        "reasons without a marker": (_thoughts("always"), "test_an_answer_without_reasoning_is_text"),
+    },
+)
+
 MUTANTS = [*_caches(KVCacheSuite, Cache), *_caches(LatentCacheSuite, Latents), *SCHEDULERS, *DRAFTERS]
+MUTANTS += [*TOOL_FORMATS, *REASONING_FORMATS]

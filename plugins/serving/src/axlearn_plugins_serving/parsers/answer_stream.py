@@ -175,8 +175,8 @@ class AnswerStream:
     def match(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Steps[None]:
         """Read characters as long as a pattern such as `[a-z]*` matches."""
         while True:
-            found = pattern.match(self._buffer, self._at)
-            text = self.take(found.end() - self._at if found else 0)
+            run = pattern.match(self._buffer, self._at)
+            text = self.take(run.end() - self._at if run else 0)
             if sink and text:
                 sink(text)
             if self._at < len(self._buffer) or self.ended:
@@ -225,7 +225,7 @@ class AnswerStream:
             end = scanner.scan(self._buffer, self._at, final=self.ended)
             if end > self._at:
                 sink(self.take(end - self._at))
-            if scanner.done:
+            if scanner.complete:
                 return
             if scanner.failed or self.ended:
                 raise Malformed

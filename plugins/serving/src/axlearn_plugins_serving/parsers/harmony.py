@@ -12,11 +12,13 @@ import attrs
 
 from axlearn_plugins_serving.parsers.answer_formats import Function, Parser, ReasoningFormat, ToolFormat
 from axlearn_plugins_serving.parsers.answer_stream import AnswerStream, Malformed, Markers, Steps, StreamParser
+from axlearn_plugins_serving.parsers.json_calls import read_named_call
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
 TOKENS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
-_STOPS = Markers(END, CALL, RETURN, START)
+_STOPS = Markers(*TOKENS)
+_ENDS = (END, CALL, RETURN, CONSTRAIN)
 _HEADER_END = Markers(MESSAGE, END, CALL, RETURN)
 _FIELDS = re.compile(r"<\|channel\|>\s*(?P<channel>\w+)|to=(?P<recipient>[^\s<]+)")
 _HEADER_STARTS = (START, CHANNEL, MESSAGE, " to=", "to=", "assistant")
@@ -27,12 +29,15 @@ class _Header:
     """The header of a message.
 
     Attributes:
-        text: The header as the model wrote it, up to and including `<|message|>`.
+        text: The header as the model wrote it, up to and including `<|message|>`. Text that is not a header, because the model
+            wrote no markers, is included too.
+        complete: Whether the header ends with `<|message|>`.
         channel: Name of the channel, or an empty string.
         recipient: Name of the recipient, or an empty string.
     """
 
     text: str
+    complete: bool = False
     channel: str = ""
     recipient: str = ""
 
@@ -47,7 +52,7 @@ def _read_header(stream: AnswerStream) -> Steps[_Header]:
         parts.append((yield from stream.accept(MESSAGE)))
     text = "".join(parts)
     fields = {match.lastgroup: match[match.lastgroup] for match in _FIELDS.finditer(text) if match.lastgroup}
-    return _Header(text, fields.get("channel", ""), fields.get("recipient", ""))
+    return _Header(text, marker == MESSAGE, **fields)
 
 
 class HarmonyReasoning(ReasoningFormat):
@@ -73,17 +78,17 @@ class HarmonyReasoning(ReasoningFormat):
     def _read(self, stream: AnswerStream, begun: bool) -> Steps[None]:
         separator = ""
         while begun or (yield from stream.peek()):
-            header = _Header("", "analysis") if begun else (yield from _read_header(stream))
+            header = _Header("", channel="analysis") if begun else (yield from _read_header(stream))
             begun = False
-            if header.channel == "analysis" and not header.recipient:
+            if header.channel == "analysis" and not header.recipient and (header.complete or not header.text):
                 stream.reasoning(separator)
                 yield from stream.until(_STOPS, stream.reasoning)
-                yield from stream.accept(END)
+                yield from stream.accept(*_ENDS)
                 separator = "\n"
             else:
                 stream.text(header.text)
                 yield from stream.until(_STOPS, stream.text)
-                stream.text((yield from stream.accept(END, CALL, RETURN)))
+                stream.text((yield from stream.accept(*_ENDS)))
 
 
 class Harmony(ToolFormat):
@@ -104,7 +109,9 @@ class Harmony(ToolFormat):
 def _read_messages(stream: AnswerStream) -> Steps[None]:
     while (yield from stream.peek()):
         header = yield from _read_header(stream)
-        if header.recipient:
+        if not header.complete and not header.text.startswith((START, CHANNEL)):
+            stream.text(header.text)
+        elif header.recipient:
             stream.begin()
             try:
                 yield from _read_call(stream, header.recipient.removeprefix("functions."))
@@ -112,23 +119,20 @@ def _read_messages(stream: AnswerStream) -> Steps[None]:
                 stream.fail()
             stream.leave()
         yield from stream.until(_STOPS, stream.text)
-        yield from stream.accept(END, CALL, RETURN)
+        yield from stream.accept(*_ENDS)
 
 
 def _read_call(stream: AnswerStream, name: str) -> Steps[None]:
     """Read the text of a message as the arguments of a call."""
-    stream.start(name)
     yield from stream.space()
-    first = yield from stream.peek()
-    if not first or (yield from stream.starts_with(END, CALL, RETURN)):
+    if not (yield from stream.peek()) or (yield from stream.starts_with(*TOKENS)):
+        stream.start(name)
         stream.arguments("{}")
-    elif first == "{":
-        yield from stream.json(stream.arguments)
-        yield from stream.space()
-        if (yield from stream.peek()) and not (yield from stream.starts_with(END, CALL, RETURN, START)):
-            raise Malformed
     else:
-        raise Malformed
+        yield from read_named_call(stream, name)
+        yield from stream.space()
+        if (yield from stream.peek()) and not (yield from stream.starts_with(*TOKENS)):
+            raise Malformed
     stream.commit()
 
 

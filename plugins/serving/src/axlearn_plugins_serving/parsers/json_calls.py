@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from axlearn_plugins_serving.parsers.answer_formats import Function, Parser, ToolFormat
-from axlearn_plugins_serving.parsers.answer_stream import AnswerStream, Malformed, Markers, Steps, StreamParser
+from axlearn_plugins_serving.parsers.answer_stream import AnswerStream, Malformed, Markers, Sink, Steps, StreamParser
 from axlearn_plugins_serving.parsers.json_scanner import is_json
 from axlearn_plugins_serving.parsers.marked_calls import MarkedCalls
 
@@ -16,10 +16,12 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a character, which cannot
 _MISTRAL_ID = re.compile(r"[0-9A-Za-z]*")
 
 
-def read_json_object(stream: AnswerStream) -> Steps[None]:
-    """Read a JSON object of arguments and write it. Raise `Malformed` if there is another value."""
-    if (yield from stream.peek()) != "{":
+def read_named_call(stream: AnswerStream, name: str, id: str | None = None) -> Steps[None]:
+    """Read a JSON object of arguments, and write a call. Raise `Malformed` if there is another value."""
+    yield from stream.space()
+    if not name or (yield from stream.peek()) != "{":
         raise Malformed
+    stream.start(name, id)
     yield from stream.json(stream.arguments)
 
 
@@ -43,8 +45,9 @@ class _CallObject:
 
     def __init__(self, stream: AnswerStream, strict: bool, own_ids: bool):
         self._stream, self._strict, self._own_ids = stream, strict, own_ids
-        self._named = self._has_arguments = False
-        self._arguments: list[str] = []
+        self._name: str | None = None
+        self._has_arguments = False
+        self._early: list[str] = []  # arguments before the name
 
     def read(self) -> Steps[None]:
         stream = self._stream
@@ -59,18 +62,15 @@ class _CallObject:
             yield from stream.space()
             if (yield from stream.expect(",", "}")) == "}":
                 break
-        if not self._named or (self._strict and not self._has_arguments):
+        if self._name is None or (self._strict and not self._has_arguments):
             raise Malformed
-        if not self._has_arguments:
-            stream.arguments("{}")
+        if self._early or not self._has_arguments:
+            self._start()
+            stream.arguments("".join(self._early) or "{}")
 
     def _read_member(self, key: str) -> Steps[None]:
-        if key == "name" and not self._named:
-            self._named = True
-            name = yield from self._stream.json_string()
-            self._stream.start(name, new_mistral_id() if self._own_ids else None)
-            for text in self._arguments:
-                self._stream.arguments(text)
+        if key == "name" and self._name is None:
+            self._name = yield from self._stream.json_string()
         elif key in _ARGUMENTS and not self._has_arguments:
             self._has_arguments = True
             yield from self._read_arguments()
@@ -80,18 +80,24 @@ class _CallObject:
             yield from self._stream.json(_ignore)
 
     def _read_arguments(self) -> Steps[None]:
-        write = self._stream.arguments if self._named else self._arguments.append
         first = yield from self._stream.peek()
         if first == "{":
-            yield from self._stream.json(write)
+            yield from self._stream.json(self._start())
         elif first == '"':  # some models encode the arguments twice
             text = (yield from self._stream.json_string()).strip()
             if not text.startswith("{") or not is_json(text) or _SURROGATE.search(text):
                 raise Malformed
-            write(text)
+            self._start()(text)
         else:
             yield from self._stream.expect("null")
-            write("{}")
+            self._start()("{}")
+
+    def _start(self) -> Sink:
+        """Write the name if it is known. Return the function that receives the arguments."""
+        if self._name is None:
+            return self._early.append
+        self._stream.start(self._name, new_mistral_id() if self._own_ids else None)
+        return self._stream.arguments
 
 
 def _ignore(text: str) -> None:
@@ -238,11 +244,7 @@ class Mistral(SequentialFormat):
             call_id = yield from stream.read(_MISTRAL_ID)
             yield from stream.space()
         yield from stream.accept("[ARGS]")
-        yield from stream.space()
-        if not name or (yield from stream.peek()) != "{":
-            raise Malformed
-        stream.start(name, call_id if len(call_id) == 9 else new_mistral_id())
-        yield from read_json_object(stream)
+        yield from read_named_call(stream, name, call_id if len(call_id) == 9 else new_mistral_id())
 
 
 class Granite(SequentialFormat):

@@ -31,13 +31,13 @@ class JsonScanner:
         self._state: _State = "value"
 
     @property
-    def done(self) -> bool:
-        """Whether the value is complete."""
+    def complete(self) -> bool:
+        """True after the last character of the value."""
         return self._state == "done"
 
     @property
     def failed(self) -> bool:
-        """Whether the text after the last accepted character is not JSON."""
+        """True if the text after the accepted part is not JSON."""
         return self._state == "failed"
 
     def scan(self, text: str, start: int = 0, *, final: bool = False) -> int:
@@ -136,7 +136,7 @@ class JsonScanner:
 def is_json(text: str) -> bool:
     """Return True if the text is one JSON value without whitespace around it."""
     scanner = JsonScanner()
-    return scanner.scan(text, final=True) == len(text) and scanner.done and text.strip() == text
+    return scanner.scan(text, final=True) == len(text) and scanner.complete and text.strip() == text
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:

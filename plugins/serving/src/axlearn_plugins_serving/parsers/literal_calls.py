@@ -192,8 +192,7 @@ def read_python_calls(stream: AnswerStream) -> Steps[None]:
         yield from stream.space()
         name = yield from stream.read(_IDENTIFIER)
         yield from stream.expect("(")
-        stream.start(name)
-        yield from _read_keywords(stream)
+        yield from _read_keywords(stream, name)
         stream.commit()
         yield from stream.space()
         if not (yield from stream.accept(",")):
@@ -205,8 +204,8 @@ def read_python_calls(stream: AnswerStream) -> Steps[None]:
     yield from stream.accept("]")
 
 
-def _read_keywords(stream: AnswerStream) -> Steps[None]:
-    """Read keyword arguments up to the closing bracket."""
+def _read_keywords(stream: AnswerStream, name: str) -> Steps[None]:
+    """Read keyword arguments up to the closing bracket, and write a call."""
     keys: set[str] = set()
     yield from stream.space()
     while not (yield from stream.accept(")")):
@@ -216,10 +215,14 @@ def _read_keywords(stream: AnswerStream) -> Steps[None]:
         yield from stream.space()
         if not key or key in keys:
             raise Malformed
+        if not keys:
+            stream.start(name)
         stream.arguments(f"{', ' if keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         keys.add(key)
         yield from read_python_literal(stream, stream.arguments)
         yield from _skip_comma(stream, ")")
+    if not keys:
+        stream.start(name)
     stream.arguments("}" if keys else "{}")
 
 
@@ -258,8 +261,8 @@ class Gemma(MarkedCalls):
             word = (yield from stream.read(self._bare)).strip()
             if not word:
                 raise Malformed
-            known = _WORDS.get(word, word)
-            stream.arguments(known if is_json(known) else json.dumps(word, ensure_ascii=False))
+            constant = _WORDS.get(word, word)
+            stream.arguments(constant if is_json(constant) else json.dumps(word, ensure_ascii=False))
 
     def _read_container(self, stream: AnswerStream, depth: int) -> Steps[None]:
         if depth > MAX_DEPTH:

@@ -3,8 +3,8 @@
 import re
 from types import MappingProxyType
 
-from axlearn_plugins_serving.parsers.answer_stream import AnswerStream, Malformed, Steps
-from axlearn_plugins_serving.parsers.json_calls import read_json_object
+from axlearn_plugins_serving.parsers.answer_stream import AnswerStream, Steps
+from axlearn_plugins_serving.parsers.json_calls import read_named_call
 from axlearn_plugins_serving.parsers.marked_calls import MarkedCalls
 
 BAR = "\uff5c"
@@ -40,9 +40,7 @@ class DeepSeekV3(_DeepSeek):
         name = yield from stream.read(_NAME)
         yield from stream.space()
         yield from stream.expect("```json")
-        yield from stream.space()
-        stream.start(name.strip())
-        yield from read_json_object(stream)
+        yield from read_named_call(stream, name.strip())
         yield from stream.space()
         yield from stream.expect_or_end("```")
         yield from stream.space()
@@ -59,17 +57,20 @@ class DeepSeekV31(_DeepSeek):
         """See `MarkedCalls.read_call`."""
         name = yield from stream.read(_NAME)
         yield from stream.expect(_SEPARATOR)
-        yield from stream.space()
-        stream.start(name.strip())
-        yield from read_json_object(stream)
+        yield from read_named_call(stream, name.strip())
         yield from stream.space()
 
 
 class Kimi(MarkedCalls):
-    """`functions.NAME:NUMBER` and the arguments, as in Kimi K2. The id of the call is kept."""
+    """`functions.NAME:NUMBER` and the arguments, as in Kimi K2. The id of the call is kept.
+
+    Attributes:
+        starts: The markers that begin calls.
+    """
 
     sections = MappingProxyType({"<|tool_calls_section_begin|>": "<|tool_calls_section_end|>"})
     call = ("<|tool_call_begin|>", "<|tool_call_end|>")
+    starts = (*sections, call[0])
     special_tokens = (*sections, *sections.values(), *call, "<|tool_call_argument_begin|>")
 
     def matches(self, template: str) -> bool:
@@ -81,10 +82,5 @@ class Kimi(MarkedCalls):
         call_id = (yield from stream.read(_NAME)).strip()
         yield from stream.space()
         yield from stream.expect("<|tool_call_argument_begin|>")
-        yield from stream.space()
-        name = call_id.removeprefix("functions.").rpartition(":")[0]
-        if not name:
-            raise Malformed
-        stream.start(name, call_id)
-        yield from read_json_object(stream)
+        yield from read_named_call(stream, call_id.removeprefix("functions.").rpartition(":")[0], call_id)
         yield from stream.space()

@@ -31,8 +31,6 @@ class _Arguments:
         self._keys: set[str] = set()
         function = stream.functions.get(name)
         self._parameters = function.parameters if function else {}
-        if not name:
-            raise Malformed
         stream.start(name)
 
     def read(self, key: str, end: str, *, trim: bool = False, kind: str = "") -> Steps[None]:
@@ -92,8 +90,7 @@ class Qwen3Coder(MarkedCalls):
         """See `MarkedCalls.read_call`."""
         name = yield from stream.read(_TAG_NAME)
         yield from stream.expect(">")
-        arguments = _Arguments(stream, name.strip())
-        yield from stream.space()
+        arguments = yield from _start(stream, name.strip(), "<parameter=", self.call[1])
         while (yield from stream.accept("<parameter=")):
             key = yield from stream.read(_TAG_NAME)
             yield from stream.expect(">")
@@ -117,9 +114,7 @@ class Glm(MarkedCalls):
         """See `MarkedCalls.read_call`."""
         yield from stream.space()
         name = yield from stream.read(_LINE)
-        yield from stream.space()
-        yield from _expect_next(stream, "<arg_key>", self.call[1])
-        arguments = _Arguments(stream, name.strip())
+        arguments = yield from _start(stream, name.strip(), "<arg_key>", self.call[1])
         while (yield from stream.accept("<arg_key>")):
             key = yield from stream.read(_LINE)
             yield from stream.expect("</arg_key>")
@@ -147,8 +142,7 @@ class MiniMaxM2(MarkedCalls):
         """See `MarkedCalls.read_call`."""
         name = yield from stream.read(_QUOTED_NAME)
         yield from stream.expect('">')
-        arguments = _Arguments(stream, name)
-        yield from stream.space()
+        arguments = yield from _start(stream, name, '<parameter name="', self.call[1])
         while (yield from stream.accept('<parameter name="')):
             key = yield from stream.read(_QUOTED_NAME)
             yield from stream.expect('">')
@@ -176,8 +170,7 @@ class DeepSeekV32(MarkedCalls):
         """See `MarkedCalls.read_call`."""
         name = yield from stream.read(_QUOTED_NAME)
         yield from stream.expect('">')
-        arguments = _Arguments(stream, name)
-        yield from stream.space()
+        arguments = yield from _start(stream, name, f'<{BAR}DSML{BAR}parameter name="', self.call[1])
         while (yield from stream.accept(f'<{BAR}DSML{BAR}parameter name="')):
             key = yield from stream.read(_QUOTED_NAME)
             tag = yield from stream.expect('" string="true">', '" string="false">')
@@ -185,6 +178,15 @@ class DeepSeekV32(MarkedCalls):
             yield from arguments.read(key, f"</{BAR}DSML{BAR}parameter>", kind=kind)
         yield from _expect_next(stream, self.call[1])
         arguments.close()
+
+
+def _start(stream: AnswerStream, name: str, *tags: str) -> Steps[_Arguments]:
+    """Write the name of a call if one of the tags follows. Return the reader of its arguments."""
+    yield from stream.space()
+    yield from _expect_next(stream, *tags)
+    if not name:
+        raise Malformed
+    return _Arguments(stream, name)
 
 
 def _expect_next(stream: AnswerStream, *texts: str) -> Steps[None]:

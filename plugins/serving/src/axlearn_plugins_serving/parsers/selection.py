@@ -1,6 +1,6 @@
 """Choice of the formats of a model, by name or by its chat template."""
 
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from axlearn_core.errors import PluginError, RequestError
 from axlearn_core.plugins.registry import Entry, registry
@@ -9,7 +9,9 @@ from axlearn_plugins_serving.parsers.answer_formats import ReasoningFormat, Tool
 NONE = "none"
 """Name that switches a kind of parser off."""
 _F = TypeVar("_F", ReasoningFormat, ToolFormat)
-_Group = Literal["reasoning_parsers", "tool_parsers"]
+Group = Literal["tool_parsers", "reasoning_parsers"]
+GROUPS: tuple[Group, ...] = get_args(Group)
+"""Groups of entry points of tool formats and reasoning formats."""
 
 
 def choose_tool_format(template: str | None, name: str | None = None) -> ToolFormat | None:
@@ -34,7 +36,7 @@ def choose_reasoning_format(template: str | None, name: str | None = None) -> Re
     return _choose("reasoning_parsers", ReasoningFormat, template, name)
 
 
-def _choose(group: _Group, cls: type[_F], template: str | None, name: str | None) -> _F | None:
+def _choose(group: Group, cls: type[_F], template: str | None, name: str | None) -> _F | None:
     if name == NONE:
         return None
     if name is not None:

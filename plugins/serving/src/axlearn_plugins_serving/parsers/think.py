@@ -1,11 +1,14 @@
 """Reasoning formats that enclose the reasoning in markers: `<think>`, Mistral, Granite and Gemma 4."""
 
 import re
+from typing import ClassVar
 
 from axlearn_plugins_serving.parsers.answer_formats import Parser, ReasoningFormat
 from axlearn_plugins_serving.parsers.answer_stream import AnswerStream, Markers, Steps, StreamParser
+from axlearn_plugins_serving.parsers.named_calls import Kimi
 
 _SPACE = re.compile(r"\s*")
+_EVERYTHING = re.compile(r".*", re.DOTALL)
 _NEWLINES = re.compile(r"[\r\n]*")
 _TURN = re.compile(r"<[|\uff5c]|[|\uff5c]>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>|\]~|\[e~\[")
 """Markers of turns. Text after one of them does not continue the reasoning before it."""
@@ -16,7 +19,12 @@ class MarkedReasoning(ReasoningFormat):
 
     The reasoning begins the output, unless the prompt ends inside of it. Whitespace around the reasoning and newlines before the
     answer are dropped.
+
+    Attributes:
+        interrupts: Text that ends the reasoning and belongs to the answer, because some models leave out `stop` before it.
     """
+
+    interrupts: ClassVar[tuple[str, ...]] = ()
 
     def new(self, prompt: str) -> Parser:
         """See `ReasoningFormat.new`."""
@@ -24,14 +32,13 @@ class MarkedReasoning(ReasoningFormat):
         return StreamParser(lambda stream: self._read(stream, begun))
 
     def _is_inside(self, prompt: str) -> bool:
-        before, start, after = prompt.rpartition(self.start.rstrip())
-        del before
+        _, start, after = prompt.rpartition(self.start.rstrip())
         return bool(start) and self.stop not in after and not _TURN.search(after)
 
     def _read(self, stream: AnswerStream, begun: bool) -> Steps[None]:
         leading = yield from stream.read(_SPACE)
         if (yield from stream.accept(self.start)) or begun:
-            yield from _read_trimmed(stream, Markers(self.stop))
+            yield from _read_trimmed(stream, Markers(self.stop, *self.interrupts))
             yield from stream.accept(self.stop)
             yield from stream.match(_NEWLINES)
         else:
@@ -39,12 +46,9 @@ class MarkedReasoning(ReasoningFormat):
         yield from stream.match(_EVERYTHING, stream.text)
 
 
-_EVERYTHING = re.compile(r".*", re.DOTALL)
-
-
-def _read_trimmed(stream: AnswerStream, stop: Markers) -> Steps[None]:
-    """Read reasoning up to the marker, and write it without whitespace at its ends."""
-    held: list[str] = []
+def _read_trimmed(stream: AnswerStream, stops: Markers) -> Steps[None]:
+    """Read reasoning up to a marker, and write it without whitespace at its ends."""
+    spaces: list[str] = []
     begun = False
 
     def write(text: str) -> None:
@@ -55,12 +59,12 @@ def _read_trimmed(stream: AnswerStream, stop: Markers) -> Steps[None]:
             return
         begun = True
         if body := text.rstrip():
-            stream.reasoning("".join([*held, body]))
-            held.clear()
+            stream.reasoning("".join([*spaces, body]))
+            spaces.clear()
         if len(body) < len(text):
-            held.append(text[len(body) :])
+            spaces.append(text[len(body) :])
 
-    yield from stream.until(stop, write)
+    yield from stream.until(stops, write)
 
 
 class Think(MarkedReasoning):
@@ -69,6 +73,7 @@ class Think(MarkedReasoning):
     special_tokens = ("<think>", "</think>")
     start = "<think>"
     stop = "</think>"
+    interrupts = Kimi.starts  # Kimi K2 calls tools while it reasons
 
     def matches(self, template: str) -> bool:
         """See `ReasoningFormat.matches`."""
@@ -95,7 +100,7 @@ class GraniteThought(MarkedReasoning):
 
     def matches(self, template: str) -> bool:
         """See `ReasoningFormat.matches`."""
-        return self.start.rstrip(":") in template or "Here is my thought process" in template
+        return self.start.rstrip(":") in template and self.stop.rstrip(":") in template
 
 
 class GemmaThought(MarkedReasoning):
