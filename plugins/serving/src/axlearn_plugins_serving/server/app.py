@@ -38,6 +38,8 @@ def create_app(service: Service, limits: ServerLimits | None = None) -> Starlett
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/responses", create_response, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
+        Route("/v1/load_lora_adapter", administration.load_adapter, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", administration.unload_adapter, methods=["POST"]),
         Route("/sleep", administration.sleep, methods=["POST"]),
         Route("/wake_up", administration.wake_up, methods=["POST"]),
         Route("/is_sleeping", administration.is_sleeping),

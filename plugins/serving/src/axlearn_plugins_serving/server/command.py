@@ -60,6 +60,9 @@ _SWITCH_SECONDS = 5e-4  # at Python's default of 5 ms, the engine's thread would
     help="Seconds to finish running requests after SIGTERM.",
 )
 @click.option("--allow-sleep", is_flag=True, help="Let clients free the memory of the devices with POST /sleep.")
+@click.option(
+    "--allow-adapters", is_flag=True, help="Let clients load adapters from any directory that the server can read."
+)
 @click.option("--log-requests", is_flag=True, help="Log each request to standard error.")
 @click.option(
     "--engine",
@@ -89,6 +92,7 @@ def serve(
     max_body: int,
     grace: float,
     allow_sleep: bool,
+    allow_adapters: bool,
     log_requests: bool,
     engine: str,
     more: tuple[str, ...],
@@ -131,7 +135,7 @@ def serve(
         with Startup() as startup:
             with _disable_gc():
                 service = _open(uri, served_model_name, chat_template, config, step, programs, workers, startup)
-            service.allows_sleep = allow_sleep
+            service.allows_sleep, service.allows_adapters = allow_sleep, allow_adapters
             code = _run(service, limits, listener, host, grace, log_requests, startup)
     except (RequestError, KeyboardInterrupt, SystemExit):
         listener.close()
