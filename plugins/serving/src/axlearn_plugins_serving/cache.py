@@ -49,6 +49,7 @@ class Cache:
         self.pool, self.prefixes, self.window, self.snapshots = pool, prefixes, window, snapshots
         self.prefix = prefix
         self.version = 0
+        self._adapter_versions: Counter[str] = Counter()
         self._slots = list(range(slots - 1, -1, -1))
         self._announced: Counter[Key] = Counter()  # keys of blocks that requests are computing
 
@@ -262,7 +263,12 @@ class Cache:
 
     def root_key(self, adapter: str | None, tokens: Sequence[int]) -> Key:
         """Return the parent key of the first block of a request with these tokens."""
-        return root_key(adapter, self.version, tokens[: self.prefix])
+        version = self._adapter_versions[adapter] if adapter is not None else 0
+        return root_key(f"{adapter}@{version}" if version else adapter, self.version, tokens[: self.prefix])
+
+    def forget_adapter(self, adapter: str) -> None:
+        """Forget the contents that belong to an adapter. Their blocks are the first to be replaced."""
+        self._adapter_versions[adapter] += 1
 
     def _compute_keys(self, state: RequestState) -> None:
         if state.key_version != self.version:

@@ -246,7 +246,7 @@ class Engine(Protocol):
         vocab_size: Token ids are 0 to `vocab_size` - 1.
         max_context: Maximum number of tokens in a prompt and its output.
 
-    An engine may also implement `PacesSteps`, `Sleeps` or `NormalizesEmbeddings`.
+    An engine may also implement `PacesSteps`, `Sleeps`, `ChangesAdapters` or `NormalizesEmbeddings`.
     """
 
     vocab_size: int
@@ -523,6 +523,42 @@ class Sleeps(Protocol):
 
 
 @runtime_checkable
+class ChangesAdapters(Protocol):
+    """An engine, or a runner, whose adapters can change while it runs.
+
+    Attributes:
+        adapters: Names of the adapters that new requests can use.
+    """
+
+    adapters: tuple[str, ...]
+
+    def read_adapter(self, name: str, directory: str) -> Any:
+        """Read an adapter and check that it fits the model. May be called in any thread.
+
+        Raises:
+            CheckpointError: If the directory has no adapter.
+            RequestError: If the adapter does not fit the model or its room for adapters.
+        """
+        ...
+
+    def add_adapter(self, name: str, adapter: Any) -> None:
+        """Add an adapter that `read_adapter` returned.
+
+        Raises:
+            RequestError: If the name is in use, or there is no room.
+        """
+        ...
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter. An engine finishes the requests that use it first, but accepts no new ones.
+
+        Raises:
+            RequestError: If the name is unknown.
+        """
+        ...
+
+
+@runtime_checkable
 class NormalizesEmbeddings(Protocol):
     """An engine whose embeddings the server may scale.
 
@@ -563,7 +599,6 @@ class Runner(Protocol):
         max_logit_bias: Maximum number of tokens in a request's `logit_bias`.
         max_blocks_per_request: Maximum number of blocks per request.
         decode_steps: Maximum value of `steps` in `submit`.
-        adapters: Names of the LoRA adapters that requests can use.
 
     A runner may also implement `HasWindow`, `HasPrefix`, `KeepsStates`, `EmbedsTokens`, `ReleasesMemory`, `ChangesAdapters`,
     `HasProgram` or `HoldsResources`.
@@ -580,7 +615,11 @@ class Runner(Protocol):
     max_logit_bias: int
     max_blocks_per_request: int
     decode_steps: int
-    adapters: tuple[str, ...]
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Return the names of the adapters that requests can use."""
+        ...
 
     @property
     def compilations(self) -> int:

@@ -122,6 +122,10 @@ class EmbeddingQueue:
         """Return True if a request with this id is unfinished."""
         return id in self._waiting or any(request.id == id for request in self._requests_in_flight())
 
+    def adapters(self) -> set[str | None]:
+        """Return the adapters that unfinished requests use."""
+        return {request.adapter for request in (*self._waiting.values(), *self._requests_in_flight())}
+
     def add(self, request: Request) -> None:
         """Add a request."""
         self._waiting[request.id] = request

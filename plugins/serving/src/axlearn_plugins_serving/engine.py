@@ -19,6 +19,7 @@ from axlearn_plugins_serving.admission import check_request
 from axlearn_plugins_serving.blocks import BlockPool
 from axlearn_plugins_serving.cache import Cache
 from axlearn_plugins_serving.contracts import (
+    ChangesAdapters,
     EmbedsTokens,
     HasPrefix,
     HasWindow,
@@ -119,6 +120,7 @@ class ServingEngine(Configurable):
         self.meter = Meter()
         self._states: dict[str, RequestState] = {}
         self.is_sleeping = False
+        self._removing: set[str] = set()
         self._arrivals = itertools.count()
         embeds = isinstance(runner, EmbedsTokens) and bool(runner.embed_buckets)
         self._embeddings = EmbeddingQueue(runner) if embeds else None  # type: ignore[arg-type]
@@ -162,6 +164,7 @@ class ServingEngine(Configurable):
         """See `Engine.abort`."""
         if (state := self._states.get(id)) is not None:
             self._remove_request(state)
+            self._finish_removals()
         elif self._embeddings is not None:
             self._embeddings.abort(id)
 
@@ -178,6 +181,7 @@ class ServingEngine(Configurable):
         except Exception:
             self._drop_requests()  # the state of the runner is unknown
             raise
+        self._finish_removals()
         self.meter.record_step(time.perf_counter() - started)
         return outputs
 
@@ -223,6 +227,46 @@ class ServingEngine(Configurable):
         if self.is_sleeping and isinstance(self.runner, ReleasesMemory):
             self.runner.restore_memory()
             self.is_sleeping = False
+
+    def read_adapter(self, name: str, directory: str) -> Any:
+        """See `ChangesAdapters.read_adapter`."""
+        return self._adapter_runner().read_adapter(name, directory)
+
+    def add_adapter(self, name: str, adapter: Any) -> None:
+        """See `ChangesAdapters.add_adapter`."""
+        self._check_awake()
+        if name in self._removing:
+            raise RequestError(f"requests still use the adapter {name}, which was removed\n    fix: try again later")
+        self._adapter_runner().add_adapter(name, adapter)
+        self.adapters = (*self.adapters, name)
+
+    def remove_adapter(self, name: str) -> None:
+        """See `ChangesAdapters.remove_adapter`."""
+        self._check_awake()
+        self._adapter_runner()
+        if name not in self.adapters:
+            raise RequestError(
+                f"no adapter {name} is loaded\n    expected: one of {', '.join(self.adapters) or 'none'}"
+            )
+        self.adapters = tuple(other for other in self.adapters if other != name)
+        self._removing.add(name)
+        self._finish_removals()
+
+    def _adapter_runner(self) -> ChangesAdapters:
+        if not isinstance(self.runner, ChangesAdapters):
+            raise RequestError(f"a {type(self.runner).__name__} cannot change its adapters")
+        return self.runner
+
+    def _finish_removals(self) -> None:
+        """Free the slots of removed adapters that no request uses any more."""
+        if not self._removing:
+            return
+        used = {state.request.adapter for state in self._states.values()}
+        used |= set() if self._embeddings is None else self._embeddings.adapters()
+        for name in self._removing - used:
+            self._adapter_runner().remove_adapter(name)
+            self.cache.forget_adapter(name)
+            self._removing.discard(name)
 
     def close(self) -> None:
         """See `Engine.close`."""

@@ -8,7 +8,7 @@ Legend: R rows of one token, K chunks of C tokens, L = R + K, T = R + K C, D wid
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,6 +34,8 @@ from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_plugins_transformer.layer_roles import OutputHeadRole
 from axlearn_plugins_transformer.transformer import Cache
 
+ADAPTERS = (".rows_a", ".rows_b")
+"""Ends of the paths of the arrays that contain adapters."""
 HEAD = "head"
 """Key of the output layer in models that tie it to the embedding. It is transposed once, so that its rows are contiguous."""
 
@@ -90,6 +92,7 @@ class ServingFunctions:
         separate = self._generation.bind(self._generation.specs)
         spec = separate.cache_spec()
         self._num_layers = len(spec)
+        self._graph, self._state = nnx.split(model)
         self.cache_spec = (*spec, *separate.draft_cache_spec()) if self._heads_keep_cache else spec
 
     def declare(self) -> Mapping[str, Function]:
@@ -112,7 +115,28 @@ class ServingFunctions:
                 runs_once=True,
                 describe="the tables of unassigned slots",
             ),
+            **self._adapter_functions(weights),
         }
+
+    def _adapter_functions(self, weights: Mapping[str, Array]) -> Mapping[str, Function]:
+        rows = {path: Array(spec.shape, spec.dtype) for path, spec in self._flat_state() if path.endswith(ADAPTERS)}
+        if not rows:
+            return {}
+        return {
+            "serve_adapters": Function(
+                call=self._build_adapters,
+                inputs=lambda _: (rows,),
+                outputs=lambda _: {path: array for path, array in weights.items() if path.endswith(ADAPTERS)},
+                takes_model=False,
+                runs_once=True,
+                describe="adapters of separate layers, as steps use them",
+            )
+        }
+
+    def _flat_state(self) -> Iterator[tuple[str, Any]]:
+        """Yield the path and the array, which is abstract, of each variable of the model."""
+        for key, variable in nnx.to_flat_state(self._state):
+            yield ".".join(map(str, key)), variable.get_value()
 
     def _weight_arrays(self) -> dict[str, Array]:
         arrays = self._generation.declare()["unstack"].outputs
@@ -234,6 +258,15 @@ class ServingFunctions:
     def _build_weights(self, model: Any) -> Arrays:
         flat = self._generation.separate_arrays(model)
         return {**flat, HEAD: model.decoder.head_weight()} if self._tied else flat
+
+    def _build_adapters(self, rows: Mapping[str, jax.Array]) -> Arrays:
+        """Return the adapters of separate layers. The other weights do not affect them, so they are zero here."""
+        values = [
+            (key, variable.replace(rows[path] if path in rows else jnp.zeros(spec.shape, spec.dtype)))
+            for (key, variable), (path, spec) in zip(nnx.to_flat_state(self._state), self._flat_state(), strict=True)
+        ]
+        flat = self._generation.separate_arrays(nnx.merge(self._graph, nnx.from_flat_state(values)))
+        return {path: array for path, array in flat.items() if path.endswith(ADAPTERS)}
 
     def _build_cache(self) -> Any:
         sizes = self.sizes

@@ -100,8 +100,9 @@ def open_engine(
     places = {path: spec.sharding for path, spec in {**specs.params, **specs.variables}.items()}
     functional = program.functional
 
-    def read() -> ModelWeights:
-        return functional.extract_weights(bind_weights(functional, weights.read("**", places)))
+    def read(*, on_host: bool = False) -> ModelWeights:
+        arrays = weights.read("**", None if on_host else places)
+        return functional.extract_weights(bind_weights(functional, arrays))
 
     with ThreadPoolExecutor(1) as pool:  # read files while programs are compiled or loaded
         reading = pool.submit(read)
@@ -153,7 +154,7 @@ def build_engine(
     warm_up: bool = True,
     programs: Path | None = None,
     weights: Callable[[], ModelWeights] | None = None,
-    source: Callable[[], ModelWeights] | None = None,
+    source: Callable[..., ModelWeights] | None = None,
     report: Report = ignore_phase,
 ) -> ServingEngine:
     """Build an engine for a model.
@@ -166,7 +167,7 @@ def build_engine(
         warm_up: Whether to compile all functions first. Otherwise, each is compiled on first use.
         programs: Directory with exported programs to load instead of compiling. Exported programs are code.
         weights: Function that returns the weights, if the model's arrays are abstract. It is called last.
-        source: Function that reads the weights again, after `ServingEngine.sleep`. None if they have no source.
+        source: Function that reads the weights again; see `ModelRunner`. None if they have no source.
         report: Called when a phase begins.
 
     Raises:

@@ -64,7 +64,8 @@ class ModelRunner(Configurable):
         program: Program of the run that the model belongs to; sets the mesh and devices. The default is one device.
         programs: Directory with exported programs of this runner, to load instead of compiling.
         weights: Function that returns the weights, if the model's arrays are abstract. It is called last.
-        source: Function that reads the weights again, after their memory was freed. None if they have no source.
+        source: Function that reads the weights again: onto the devices, or into the host's memory with `on_host=True`. None if they
+            have no source.
     """
 
     @node
@@ -89,6 +90,9 @@ class ModelRunner(Configurable):
             mode: `fast`, or `parity` for results that match the training program in its batch-invariant mode bit for bit.
             cache_dtype: Storage dtype of cached keys and values, with a scale per token and head. None uses the model's dtype.
             adapters: Name -> directory written by `axlearn lora export`. Requests select an adapter by name.
+            adapter_slots: Number of adapters that can be added later, in addition to `adapters`.
+            adapter_rank: Largest rank of adapters that are added later.
+            adapter_targets: Patterns of the paths of linear maps that adapters that are added later may change.
             kernel: Kernel for the `paged_attention` op; None picks the best kernel for the mode.
             num_snapshots: Number of recurrent states to keep for later requests, if the model has recurrent layers. None keeps two
                 per running request.
@@ -109,6 +113,9 @@ class ModelRunner(Configurable):
         mode: Literal["fast", "parity"] = "fast"
         cache_dtype: Literal["int8", "float8_e4m3fn"] | None = None
         adapters: Mapping[str, str] = {}
+        adapter_slots: int = setting(default=0, ge=0, le=256)
+        adapter_rank: int = setting(default=16, ge=1)
+        adapter_targets: tuple[str, ...] = ("**.attention.*",)
         kernel: str | None = None
         num_snapshots: int | None = setting(default=None, ge=0)
         drafts: bool = False
@@ -174,12 +181,12 @@ class ModelRunner(Configurable):
         program: Program | ModelProgram | None = None,
         programs: Path | None = None,
         weights: Callable[[], ModelWeights] | None = None,
-        source: Callable[[], ModelWeights] | None = None,
+        source: Callable[..., ModelWeights] | None = None,
     ):
         self.cfg = cfg
+        self._slots: list[str | None] = [*cfg.adapters, *[None] * cfg.adapter_slots]
         self._source = source
         self._host_weights: tuple[Any, Any] | None = None  # arrays and shardings, while their memory is free
-        self.adapters = tuple(cfg.adapters)
         self.block_size, self.max_rows, self.decode_steps = cfg.block_size, cfg.max_rows, cfg.decode_steps
         self.max_blocks_per_request, self.num_blocks = cfg.blocks_per_request, cfg.total_blocks
         self.chunk, self.max_context, self.max_logit_bias = cfg.chunk, cfg.max_context, MAX_BIAS
@@ -188,7 +195,7 @@ class ModelRunner(Configurable):
         self.max_batch_tokens = self.max_prompt_tokens + cfg.max_rows
         self.vocab_size: int = model.vocab_size
         if cfg.mode == "parity":
-            check_parity(model, self.adapters, cfg.cache_dtype, program, cfg.kernel)
+            check_parity(model, [name or "a free slot" for name in self._slots], cfg.cache_dtype, program, cfg.kernel)
         self.program = RunnerProgram.for_program(program, cfg, model)
         self.buckets, self.window = self.program.buckets, read_window(self.program.cache_spec)
         self.prefix = read_prefix(self.program.cache_spec)
@@ -212,6 +219,11 @@ class ModelRunner(Configurable):
         if programs is not None:  # startup waits only for the weights, so load them first
             self._loader = BackgroundLoader(self.program, self.program.step_shapes())
         self._packer = Packer(self.buckets, self.max_rows)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests can use."""
+        return tuple(name for name in self._slots if name is not None)
 
     @property
     def compilations(self) -> int:
@@ -350,15 +362,59 @@ class ModelRunner(Configurable):
     def _set_adapters(self, weights: ModelWeights) -> None:
         """Read the adapters and check that they fit the model."""
         self._adapter_arrays: dict[str, np.ndarray] = {}
-        if not self.adapters:
+        self._exports: dict[str, Any] = {}
+        if not self._slots:
             return
-        functional, adapters = self.program.functional, read_adapters(self.cfg.adapters)
+        functional, adapters = self.program.functional, read_adapters(self.cfg)
         adapters.check(weights.params)
+        self._exports = dict(adapters.exported)
         self._adapter_arrays = adapters.arrays(functional.abstract)
+
+    def read_adapter(self, name: str, directory: str) -> Any:
+        """See `ChangesAdapters.read_adapter`."""
+        from axlearn_plugins_finetune.lora.rows import check_slot, read_export
+
+        if not self.cfg.adapter_slots:
+            raise RequestError(
+                "this runner was built without room for adapters\n    fix: set serving.runner.adapter_slots"
+            )
+        exported = read_export(name, directory)
+        check_slot(name, exported, self.program.functional.abstract)
+        if self._source is not None:
+            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+                exported.check_values(self._source(on_host=True).params)
+        return exported
+
+    def add_adapter(self, name: str, adapter: Any) -> None:
+        """See `ChangesAdapters.add_adapter`."""
+        if name in self._slots:
+            raise RequestError(f"adapter {name} is loaded already\n    fix: unload it first, or choose another name")
+        if None not in self._slots:
+            raise RequestError(
+                f"all {len(self._slots)} slots of adapters are in use\n"
+                "    fix: unload an adapter, or raise serving.runner.adapter_slots"
+            )
+        self._slots[self._slots.index(None)] = name
+        self._exports[name] = adapter
+        self._write_adapters()
+
+    def remove_adapter(self, name: str) -> None:
+        """See `ChangesAdapters.remove_adapter`."""
+        self._slots[self._slots.index(name)] = None
+        del self._exports[name]
+        self._write_adapters()
+
+    def _write_adapters(self) -> None:
+        """Write the adapters of all slots into the weights."""
+        from axlearn_plugins_finetune.lora.rows import slot_arrays
+
+        slots = [None if name is None else self._exports[name] for name in self._slots]
+        self._adapter_arrays = slot_arrays(self.program.functional.abstract, slots)
+        self._arrays = {**self._arrays, **self.program.compile("serve_adapters")(self._adapter_arrays)}
 
     def _adapter_number(self, adapter: str | None) -> int:
         """Return the number of an adapter in the tables; 0 is the base model."""
-        return 0 if adapter is None else 1 + self.adapters.index(adapter)
+        return 0 if adapter is None else 1 + self._slots.index(adapter)
 
     def _pad_ids(self, blocks: Sequence[int]) -> np.ndarray:
         return np.asarray([*blocks, *[self.num_blocks] * (BLOCKS_PER_CALL - len(blocks))], np.int32)
@@ -405,8 +461,8 @@ class RunnerProgram(ModelProgram):
         # A model without attention has no cache of tokens.
         has_attention = find_slots(model, KVCache) or find_slots(model, LatentCache)
         served = model if find(model, RecurrentRole) and not has_attention else cache.apply(model)
-        if cfg.adapters:
-            served = read_adapters(cfg.adapters).apply(served)
+        if cfg.adapters or cfg.adapter_slots:
+            served = read_adapters(cfg).apply(served)
         super().__init__(Functional.from_config(served), devices, mesh, target, self._declare)
         self.buckets = cfg.buckets(states=has_states(self.cache_spec))
         if (prefix := read_prefix(self.cache_spec)) > cfg.chunk:
@@ -463,7 +519,7 @@ class RunnerProgram(ModelProgram):
             slots=cfg.max_rows,
             blocks_per_call=BLOCKS_PER_CALL,
             steps=cfg.decode_steps,
-            adapters=len(cfg.adapters),
+            adapters=len(cfg.adapters) + cfg.adapter_slots,
             min_rows=min_rows(model) if cfg.mode == "parity" else 1,
             layout=self._weight_layout,
             snapshots=cfg.total_snapshots,
@@ -485,6 +541,8 @@ class RunnerProgram(ModelProgram):
         """Return the shapes of all functions that steps may need."""
         moves = ("serve_assign", "serve_mask", "serve_copy", "serve_read", "serve_write")
         shapes: dict[str, Sequence[Any]] = {**{name: [None] for name in moves}, "serve": self.buckets}
+        if self.cfg.adapter_slots:
+            shapes["serve_adapters"] = [None]
         if self.cfg.pooling is not None:
             shapes["serve_embed"] = self.cfg.embed_buckets
         if self.cfg.decode_steps > 1:
@@ -518,24 +576,26 @@ def model_weights(functional: Functional, model: Any) -> ModelWeights:
     return ModelWeights(*({p: flat[p] for p in part if p in flat} for part in parts))
 
 
-def read_adapters(directories: Mapping[str, str]) -> "RowAdapters":
-    """Read adapters from directories, by name.
+def read_adapters(cfg: ModelRunner.Config) -> "RowAdapters":
+    """Read the adapters of a runner's config, and its room for other adapters.
 
     Raises:
         RequestError: If the adapter plugin is not installed or the adapters cannot be selected per row.
         CheckpointError: If a directory has no adapter.
     """
     try:
-        from axlearn_plugins_finetune.lora.rows import RowAdapters
+        from axlearn_plugins_finetune.lora.rows import FreeSlots, RowAdapters
     except ImportError as error:
         raise RequestError(
             f"adapters need a plugin that is not installed: {error}\n    fix: pip install axlearn-plugins-finetune"
         ) from error
-    return RowAdapters.read(directories)
+    free = FreeSlots(cfg.adapter_slots, cfg.adapter_rank, cfg.adapter_targets)
+    return RowAdapters.read(cfg.adapters, free)
 
 
 def _weight_layout(cfg: ModelRunner.Config, model: Node[Any], devices: Sequence[Any]) -> WeightLayout | None:
     """Return the weight layout of linear maps. None keeps the training layout."""
     if cfg.mode == "parity":
         return "column_parallel" if len(devices) > 1 else None
-    return "transposed" if not cfg.adapters and stores_transposed(model, devices) else None
+    has_adapters = cfg.adapters or cfg.adapter_slots
+    return "transposed" if not has_adapters and stores_transposed(model, devices) else None

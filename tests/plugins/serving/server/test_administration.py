@@ -32,7 +32,7 @@ def open_small():
     config = patch(serving_models.config(), {"vocab_size": 257})
     functional = Functional.from_config(config)
     model = config.build(rngs=nnx.Rngs(0))
-    source = lambda: model_weights(functional, model)  # noqa: E731
+    source = lambda **_: model_weights(functional, model)  # noqa: E731
     config = patch(ServingEngine.Config(), SIZES)
     return build_engine(model, config=config, source=source)
 

@@ -27,6 +27,7 @@ from axlearn_core.contracts.capabilities import StacksMaps
 from axlearn_core.errors import CheckpointError, RequestError, nearest
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
+from axlearn_plugins_finetune.conversion.target_patterns import matching_paths
 from axlearn_plugins_finetune.lora.adapters import AdapterExport, load
 from axlearn_plugins_finetune.lora.feature import projections
 from axlearn_plugins_finetune.lora.lora_linear import LoraLinear, subclass_with
@@ -139,44 +140,52 @@ def _class_with_rows(kind: type) -> type:
     return subclass_with(GroupedRowMap if issubclass(kind, StacksMaps) else RowMap, kind, "WithRows")
 
 
+@attrs.frozen
+class FreeSlots:
+    """Room for adapters that are added after the model was built.
+
+    Attributes:
+        count: Maximum number of these adapters.
+        rank: Their largest rank.
+        targets: Patterns of the paths of linear maps that they may adapt.
+    """
+
+    count: int = 0
+    rank: int = 16
+    targets: tuple[str, ...] = ("**.attention.*",)
+
+
 @attrs.frozen(eq=False)
 class RowAdapters:
     """Exported adapters by name, for one model.
 
     Attributes:
         exported: Name -> adapters, in the order of a choice's columns.
+        free: Room for other adapters, in the columns after them.
     """
 
     exported: Mapping[str, AdapterExport]
+    free: FreeSlots = FreeSlots()
 
     @classmethod
-    def read(cls, directories: Mapping[str, str]) -> "RowAdapters":
+    def read(cls, directories: Mapping[str, str], free: FreeSlots = FreeSlots()) -> "RowAdapters":
         """Read adapters from directories that `axlearn lora export` wrote.
 
         Args:
             directories: Name of an adapter -> directory.
+            free: Room for other adapters.
 
         Raises:
             CheckpointError: A directory has no adapters.
             RequestError: The adapters cannot be chosen per row.
         """
-        exported = {}
-        for name, directory in directories.items():
-            try:
-                exported[name] = load(Path(directory).expanduser())
-            except CheckpointError as error:
-                raise CheckpointError(f"adapter {name}: {error}") from error
-            if moved := sorted(exported[name].variables):
-                raise RequestError(
-                    f"adapter {name}: training also changed the base's variables, which all rows share\n"
-                    f"    got: {', '.join(moved[:3])}\n    fix: serve the adapter merged into its base"
-                )
-        return cls(exported)
+        return cls({name: read_export(name, directory) for name, directory in directories.items()}, free)
 
     @property
     def rank(self) -> int:
         """Largest rank among all adapters (R)."""
-        return max(x.params[f"{path}.lora_a"].shape[-1] for x in self.exported.values() for path in x.scales)
+        ranks = [rank_of(x) for x in self.exported.values()]
+        return max([*ranks, self.free.rank] if self.free.count else ranks)
 
     def apply(self, model: Tree) -> Tree:
         """Return the config of a model with adapters for rows.
@@ -199,7 +208,10 @@ class RowAdapters:
                     f"adapter {name}: the served model already has adapters at {path}\n"
                     "    fix: serve the base, and pass both sets of adapters"
                 )
-        return _replace_maps(model, "", set(targets), len(self.exported), self.rank)
+        paths = set(targets)
+        if self.free.count:
+            paths |= matching_paths(model, self.free.targets, list(maps), subject="the slots of adapters")
+        return _replace_maps(model, "", paths, len(self.exported) + self.free.count, self.rank)
 
     def check(self, params: Mapping[str, Any]) -> None:
         """Raise `RequestError` unless all adapters were trained on these base weights."""
@@ -215,16 +227,76 @@ class RowAdapters:
         Args:
             specs: Path -> shape and dtype of all parameters of the model.
         """
-        arrays = {p: np.zeros(s.shape, s.dtype) for p, s in specs.items() if p.endswith((".rows_a", ".rows_b"))}
-        for index, adapters in enumerate(self.exported.values()):
-            for path, scale in adapters.scales.items():
-                a, b = (np.asarray(adapters.params[f"{path}.lora_{side}"], np.float32) for side in "ab")
-                rows_a, rows_b = arrays[f"{path}.rows_a"], arrays[f"{path}.rows_b"]
-                lead = a.ndim + b.ndim - 2 - specs[f"{path}.weight"].ndim
-                rank = a.shape[-1]
-                rows_a[..., index, :rank] = a
-                rows_b[(slice(None),) * lead + (index, slice(rank))] = scale * b
-        return arrays
+        return slot_arrays(specs, list(self.exported.values()))
+
+
+def read_export(name: str, directory: str) -> AdapterExport:
+    """Read an adapter from a directory that `axlearn lora export` wrote.
+
+    Raises:
+        CheckpointError: The directory has no adapters.
+        RequestError: The adapters cannot be chosen per row.
+    """
+    try:
+        exported = load(Path(directory).expanduser())
+    except CheckpointError as error:
+        raise CheckpointError(f"adapter {name}: {error}") from error
+    if moved := sorted(exported.variables):
+        raise RequestError(
+            f"adapter {name}: training also changed the base's variables, which all rows share\n"
+            f"    got: {', '.join(moved[:3])}\n    fix: serve the adapter merged into its base"
+        )
+    return exported
+
+
+def rank_of(adapters: AdapterExport) -> int:
+    """Return the largest rank of an adapter's maps."""
+    return max(adapters.params[f"{path}.lora_a"].shape[-1] for path in adapters.scales)
+
+
+def check_slot(name: str, adapters: AdapterExport, specs: Mapping[str, Any]) -> None:
+    """Raise `RequestError` unless an adapter fits into the slots of a model from `RowAdapters.apply`.
+
+    Args:
+        name: Name of the adapter.
+        adapters: The adapter.
+        specs: Path -> shape and dtype of all parameters of the model.
+    """
+    try:
+        adapters.check_shapes(specs)
+    except RequestError as error:
+        raise RequestError(f"adapter {name}: {error}") from error
+    if missing := sorted(path for path in adapters.scales if f"{path}.rows_a" not in specs):
+        raise RequestError(
+            f"adapter {name}: the model was built without room for adapters of {', '.join(missing[:3])}\n"
+            "    fix: build it with targets that match these maps"
+        )
+    most = min(specs[f"{path}.rows_a"].shape[-1] for path in adapters.scales)
+    if rank_of(adapters) > most:
+        raise RequestError(
+            f"adapter {name}: the rank is {rank_of(adapters)}\n    expected: at most {most}, the rank that the model was built with"
+        )
+
+
+def slot_arrays(specs: Mapping[str, Any], slots: Sequence[AdapterExport | None]) -> dict[str, np.ndarray]:
+    """Return path -> array for the adapter parameters of a model from `RowAdapters.apply`.
+
+    Args:
+        specs: Path -> shape and dtype of all parameters of the model.
+        slots: Adapter in each column of a choice. None and missing columns are zero.
+    """
+    arrays = {p: np.zeros(s.shape, s.dtype) for p, s in specs.items() if p.endswith((".rows_a", ".rows_b"))}
+    for index, adapters in enumerate(slots):
+        if adapters is None:
+            continue
+        for path, scale in adapters.scales.items():
+            a, b = (np.asarray(adapters.params[f"{path}.lora_{side}"], np.float32) for side in "ab")
+            rows_a, rows_b = arrays[f"{path}.rows_a"], arrays[f"{path}.rows_b"]
+            lead = a.ndim + b.ndim - 2 - specs[f"{path}.weight"].ndim
+            rank = a.shape[-1]
+            rows_a[..., index, :rank] = a
+            rows_b[(slice(None),) * lead + (index, slice(rank))] = scale * b
+    return arrays
 
 
 def _config_path(path: str) -> str:

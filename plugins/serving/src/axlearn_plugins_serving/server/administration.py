@@ -1,15 +1,17 @@
-"""`/sleep`, `/wake_up` and `/is_sleeping`. They are off by default."""
+"""Endpoints that change the server: sleep, wake-up and adapters. They are off by default."""
 
 import asyncio
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from axlearn_core.errors import AxlearnError, RequestError
-from axlearn_plugins_serving.contracts import Sleeps
+from axlearn_plugins_serving.contracts import ChangesAdapters, Sleeps
 from axlearn_plugins_serving.server.api_errors import ApiError
+from axlearn_plugins_serving.server.http import read_json
+from axlearn_plugins_serving.server.schemas import LoadAdapterRequest, UnloadAdapterRequest
 from axlearn_plugins_serving.server.service import Service, engine_errors
 
 _POLL_SECONDS = 0.02
@@ -50,6 +52,38 @@ async def is_sleeping(request: HttpRequest) -> Response:
     return JSONResponse({"is_sleeping": service.state == "sleeping"})
 
 
+async def load_adapter(request: HttpRequest) -> Response:
+    """Load an adapter from a directory on the server."""
+    service, engine = _changer(request)
+    body = await read_json(LoadAdapterRequest, request)
+    name = body.lora_name
+    async with service.administration:
+        service.check_accepting()
+        if name in (service.name, *service.adapters):
+            raise ApiError(400, f"lora_name: {name!r} is in use already", param="lora_name")
+        try:  # files and weights are read in a thread, so that requests continue
+            adapter = await asyncio.to_thread(engine.read_adapter, name, body.lora_path)
+        except (OSError, AxlearnError) as error:
+            raise ApiError(400, str(error), param="lora_path", code="invalid_adapter") from None
+        await _call(service, lambda: engine.add_adapter(name, adapter))
+        service.adapters = engine.adapters
+    return PlainTextResponse(f"adapter {name} is loaded")
+
+
+async def unload_adapter(request: HttpRequest) -> Response:
+    """Unload an adapter. Requests that use it finish first, but new ones get a 404."""
+    service, engine = _changer(request)
+    body = await read_json(UnloadAdapterRequest, request)
+    name = body.lora_name
+    async with service.administration:
+        service.check_accepting()
+        if name not in service.adapters:
+            raise ApiError(404, f"no adapter {name!r} is loaded", param="lora_name", code="model_not_found")
+        await _call(service, lambda: engine.remove_adapter(name))
+        service.adapters = engine.adapters
+    return PlainTextResponse(f"adapter {name} is unloaded")
+
+
 def check_origin(request: HttpRequest) -> None:
     """Raise `ApiError` (403) if a web page from another site sent a request.
 
@@ -68,6 +102,16 @@ def _sleeper(request: HttpRequest) -> tuple[Service, Sleeps]:
     engine = service.thread.engine
     if not isinstance(engine, Sleeps):
         raise ApiError(400, f"a {type(engine).__name__} cannot sleep", code="unsupported")
+    return service, engine
+
+
+def _changer(request: HttpRequest) -> tuple[Service, ChangesAdapters]:
+    service: Service = request.app.state.service
+    if not service.allows_adapters:
+        raise ApiError(404, "this path is off; start the server with --allow-adapters", code="disabled")
+    engine = service.thread.engine
+    if not isinstance(engine, ChangesAdapters):
+        raise ApiError(400, f"a {type(engine).__name__} cannot change its adapters", code="unsupported")
     return service, engine
 
 

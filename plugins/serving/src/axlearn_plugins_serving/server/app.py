@@ -90,6 +90,8 @@ def _routes() -> list[Route]:
         Route(anthropic_messages.PATH, anthropic_messages.create_message, methods=["POST"]),
         Route(f"{anthropic_messages.PATH}/count_tokens", anthropic_messages.count_message_tokens, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
+        Route("/v1/load_lora_adapter", administration.load_adapter, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", administration.unload_adapter, methods=["POST"]),
         Route("/sleep", administration.sleep, methods=["POST"]),
         Route("/wake_up", administration.wake_up, methods=["POST"]),
         Route("/is_sleeping", administration.is_sleeping),

@@ -398,6 +398,24 @@ class EmbeddingRequest(Body):
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
 
+class LoadAdapterRequest(Body):
+    """`POST /v1/load_lora_adapter`.
+
+    Attributes:
+        lora_name: Name under which clients request the adapter.
+        lora_path: Directory on the server that `axlearn lora export` wrote.
+    """
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class UnloadAdapterRequest(Body):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class TokenizeRequest(Body):
     """`POST /tokenize`.
 
