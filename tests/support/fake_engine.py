@@ -121,7 +121,8 @@ class FakeEngine:
             if request.constraint is not None:
                 bits = np.unpackbits(request.constraint.mask().view(np.uint8), bitorder="little")
                 allowed = np.flatnonzero(bits)
-                token = token if token in allowed else int(allowed[(token or 0) % len(allowed)])
+                if token not in allowed and (token is not None or len(allowed) < self.vocab_size):
+                    token = int(allowed[(token or 0) % len(allowed)])
             ends = token is None or token == self.eos_id or token in sampling.stop_tokens
             if ends and not (sampling.ignore_end and token is not None and token not in sampling.stop_tokens):
                 finish, stop_token = "stop", token

@@ -15,6 +15,7 @@ from axlearn_plugins_serving.server.anthropic_schemas import (
     AnthropicToolChoice,
     MessagesRequest,
     MessageTokensRequest,
+    OutputConfig,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -25,10 +26,11 @@ from axlearn_plugins_serving.server.conversation import Conversation, ToolUse, c
 from axlearn_plugins_serving.server.http import EventStream, event, read_json, respond
 from axlearn_plugins_serving.server.message_schemas import NamedTool
 from axlearn_plugins_serving.server.prompt_job import Job
-from axlearn_plugins_serving.server.schemas import SamplingFields
+from axlearn_plugins_serving.server.schemas import JsonSchemaFormat, SamplingFields
 from axlearn_plugins_serving.server.service import Service
 
 PATH = "/v1/messages"
+_NO_THREAD = "thread_not_found"
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -47,6 +49,7 @@ async def create_message(request: HttpRequest) -> Response:
         top_k=body.top_k or None,
         stop=body.stop_sequences,
         user=body.metadata.user_id if body.metadata is not None else None,
+        response_format=_format(body.output_config),
     )
     reader = new_reader(service.formats, conversation, prompt.text, stream=bool(body.stream))
     job = await service.submit([prompt.tokens], fields, max_tokens=body.max_tokens, reader=reader, param="messages")
@@ -70,21 +73,25 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     """Return the body of an error response."""
     detail = error.body["error"]
     kind = {429: "rate_limit_error", 503: "overloaded_error"}.get(error.status, detail["type"])
-    return {
-        "type": "error",
-        "error": {"type": "api_error" if kind == "server_error" else kind, "message": error.message},
-    }
+    fields: dict[str, Any] = {"type": "api_error" if kind == "server_error" else kind, "message": error.message}
+    if error.code == _NO_THREAD:  # the client repeats the request with all messages
+        fields["details"] = {"error_code": _NO_THREAD}
+    return {"type": "error", "error": fields}
 
 
 def _conversation(body: MessageTokensRequest, *, can_reason: bool) -> Conversation:
+    if body.thread is not None and body.thread.type == "continue":
+        message = "thread: this server does not keep threads; send the whole conversation"
+        raise ApiError(404, message, param="thread", code=_NO_THREAD)
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system)})
     for message in body.messages:
         messages += _chat_messages(message)
-    effort = budget = None
+    effort = body.output_config.effort if body.output_config is not None and can_reason else None
+    effort, budget = "xhigh" if effort == "max" else effort, None
     if body.thinking is not None and (can_reason or body.thinking.type == "enabled"):
-        effort = "none" if body.thinking.type == "disabled" else "medium" if body.thinking.type == "enabled" else None
+        effort = {"disabled": "none", "enabled": effort or "medium"}.get(body.thinking.type, effort)
         budget = body.thinking.budget_tokens
     return Conversation(
         messages=messages,
@@ -93,6 +100,13 @@ def _conversation(body: MessageTokensRequest, *, can_reason: bool) -> Conversati
         effort=effort,
         budget=budget,
     )
+
+
+def _format(config: OutputConfig | None) -> JsonSchemaFormat | None:
+    if config is None or config.format is None:
+        return None
+    schema = {"name": "answer", "schema": config.format.schema_}
+    return JsonSchemaFormat.model_validate({"type": "json_schema", "json_schema": schema})
 
 
 def _tools(body: MessageTokensRequest) -> ToolUse:

@@ -118,6 +118,27 @@ class Thinking(Body):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class OutputFormat(Body):
+    """JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """The format of the answer, and how much the model reasons."""
+
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class Thread(Body):
+    """A conversation that the server would keep. This server keeps none, so the client sends all messages again."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+
 class RequestMetadata(Body):
     """Describes the request."""
 
@@ -133,13 +154,16 @@ class MessageTokensRequest(Body):
     tools: ToolList[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    thread: Thread | None = None
     cache_control: dict[str, Any] | None = None
 
 
 class MessagesRequest(MessageTokensRequest):
     """`POST /v1/messages`.
 
-    Ignores `service_tier` and `cache_control`: prefixes are always cached.
+    Ignores `service_tier` and `cache_control`: prefixes are always cached. A `thread` is never continued, so clients send the whole
+    conversation.
     """
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]

@@ -293,6 +293,7 @@ class MessageErrorDetail(BaseModel):
 
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class MessageErrorBody(BaseModel):

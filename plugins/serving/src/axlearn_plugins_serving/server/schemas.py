@@ -89,9 +89,16 @@ class TextFormat(Body):
 
 
 class JsonObjectFormat(Body):
-    """Any JSON object."""
+    """A JSON object. `schema` (llama.cpp) or `value` (Hugging Face) may set its JSON schema."""
 
     type: Literal["json_object"]
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    value: dict[str, Any] | None = None
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """The schema, or None if any object is allowed."""
+        return self.value if self.schema_ is None else self.schema_
 
 
 class JsonSchemaFormat(Body):
@@ -103,7 +110,7 @@ class JsonSchemaFormat(Body):
 
 def _check_schema(format: Any) -> Any:
     schema = format.json_schema if isinstance(format, JsonSchemaFormat) else format
-    if isinstance(schema, JsonSchema) and exceeds(schema.schema_, MAX_SCHEMA):
+    if isinstance(schema, (JsonSchema, JsonObjectFormat)) and exceeds(schema.schema_, MAX_SCHEMA):
         raise PydanticCustomError(
             "invalid_json_schema",
             "the JSON schema cannot be used: it has more than {limit} characters",

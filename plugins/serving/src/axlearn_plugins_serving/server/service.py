@@ -289,7 +289,7 @@ class Service:
         elif (source := fields.grammar_source) is not None:
             grammar = await asyncio.to_thread(self.grammars.build, source)
         elif isinstance(format, (JsonObjectFormat, JsonSchemaFormat)):
-            schema = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else None
+            schema = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else format.json_schema
             grammar = await asyncio.to_thread(self.grammars.new, schema)
         stages = reader.stages(self.text.encode_marker, has_grammar=grammar is not None)
         return grammar if stages is None else self.grammars.stage(stages, grammar)
