@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 
+from axlearn_plugins_serving.server.limits import ServerLimits
 from support.fake_engine import FakeEngine
 from support.scripted_models import WEATHER, hermes_template, prompt_of
 from support.server_thread import serving
@@ -86,3 +87,25 @@ def test_errors_have_the_form_of_the_api(server):
         assert refused.status_code in (400, 404)
         assert refused.json()["type"] == "error"
         assert says in refused.json()["error"]["message"]
+
+
+def test_the_key_may_be_sent_as_the_client_does():
+    with serving(FakeEngine(), limits=ServerLimits(api_keys=("k3y",))) as server:
+        body = {"max_tokens": 1, "messages": [USER]}
+        refused = httpx.post(server.url + "/v1/messages", json=body)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        assert httpx.post(server.url + "/v1/messages", json=body, headers={"x-api-key": "k3y"}).status_code == 200
+
+
+def test_threads_are_answered_so_that_the_client_sends_everything(server):
+    assert post(server, thread={"type": "create"}).status_code == 200
+    refused = post(server, thread={"type": "continue", "previous_message_id": "msg_1"})
+    assert refused.json()["error"]["details"] == {"error_code": "thread_not_found"}
+
+
+def test_an_answer_in_json(server):
+    schema = {"enum": ["yes", "no"]}
+    answer = post(
+        server, thinking={"type": "disabled"}, output_config={"format": {"type": "json_schema", "schema": schema}}
+    ).json()
+    assert json.loads(answer["content"][-1]["text"]) in ("yes", "no")

@@ -5,6 +5,8 @@ import json
 import httpx
 import pytest
 
+from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 from support.fake_engine import FakeEngine
 from support.scripted_models import WEATHER, hermes_template, prompt_of
 from support.server_thread import serving
@@ -209,3 +211,43 @@ def test_a_schema_that_cannot_be_met_names_the_tool(eager):
     }
     refused = httpx.post(eager.url + "/v1/chat/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|channel|>commentary<|end|>{% endif %}"
+    "<|start|>assistant"
+)
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory):
+    """Run a server whose model writes like gpt-oss."""
+    path = tmp_path_factory.mktemp("template") / "harmony.jinja"
+    path.write_text(HARMONY + "{# <|channel|>analysis<|message|><|return|><|call|> #}")
+
+    def writes(request):
+        prompt = prompt_of(request)
+        thinks = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+        if "json!" in prompt:
+            return list((thinks + '<|channel|>final<|message|>"no"').encode())
+        if "commentary" in prompt:
+            call = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+            return list((thinks + call).encode())
+        return list((thinks + "<|channel|>final<|message|>Sun.<|return|>").encode())
+
+    template = ChatTemplate.Config(path=str(path)).build(tokenizer=ByteTokenizer.Config().build())
+    parsers = {"tool_parser": "harmony", "reasoning_parser": "harmony"}
+    with serving(FakeEngine(script=writes, max_context=8192), template=template, **parsers) as server:
+        yield server
+
+
+def test_the_channels_of_harmony(harmony):
+    answer = post(harmony, "Hi")["message"]
+    assert (answer["reasoning_content"], answer["content"]) == ("hm", "Sun.")
+    called = post(harmony, "Hi", tools=[WEATHER])
+    assert (called["message"]["content"], called["finish_reason"]) == (None, "tool_calls")
+    assert called["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'
+    for fields in ({}, {"thinking_token_budget": 1}):
+        message = post(harmony, "json!", response_format=SCHEMA, **fields)["message"]
+        assert json.loads(message["content"]) in ("yes", "no")

@@ -49,6 +49,8 @@ SMALLEST = {
     },
     schemas.ReasoningOptions: {},
     schemas.EmbeddingRequest: {"input": "a"},
+    schemas.LoadAdapterRequest: {"lora_name": "a", "lora_path": "b"},
+    schemas.UnloadAdapterRequest: {"lora_name": "a"},
     schemas.ResponseInput: {"input": "a"},
     schemas.ResponseInputTokens: {"input": "a"},
     schemas.ResponseRequest: {"input": "a"},

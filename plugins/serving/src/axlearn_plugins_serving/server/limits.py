@@ -153,14 +153,14 @@ class LimitRequests:
         keys = self._limits.api_keys
         if not keys or path in OPEN_PATHS:
             return
-        key_sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
+        key_sent = (headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")).encode()
         equal = [
             hmac.compare_digest(key_sent, key.encode()) for key in keys
         ]  # with all, so that the time tells nothing
         if not any(equal):
             raise ApiError(
                 401,
-                "the API key is missing or wrong; send `Authorization: Bearer KEY`",
+                "the API key is missing or wrong; send `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )

@@ -118,14 +118,14 @@ def test_a_stored_response_is_continued(client, server):
 
 
 def test_a_background_response_is_polled_and_cancelled(client, server):
-    done = client.responses.create(model="tiny", input="Hi", background=True, store=True)
-    assert done.status == "queued"
+    response = client.responses.create(model="tiny", input="Hi", background=True, store=True)
+    assert response.status == "queued"
     for _ in range(500):
-        done = client.responses.retrieve(done.id)
-        if done.status != "queued":
+        response = client.responses.retrieve(response.id)
+        if response.status != "queued":
             break
         time.sleep(0.02)
-    assert (done.status, done.output_text) == ("completed", "Sunny.")
+    assert (response.status, response.output_text) == ("completed", "Sunny.")
     slow = client.responses.create(model="tiny", input="slow!", background=True, store=True)
     cancelled = client.responses.cancel(slow.id)
     assert cancelled.status == "cancelled"
