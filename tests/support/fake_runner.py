@@ -153,7 +153,7 @@ class FakeRunner(Configurable):
             self._write(row.blocks, position, token)
             position += 1
         self.computed += len(tokens) or steps
-        top = sampling.logprobs if row.verifies else sampling.num_prompt_logprobs
+        top = max(1, sampling.logprobs or 0) if row.verifies else sampling.num_prompt_logprobs
         for index, target in enumerate(row.targets or ()):
             before = self._read(row.blocks, row.start + index + 1)
             target_logprobs.append(logprobs_of(before[0], target, top, before[1]))

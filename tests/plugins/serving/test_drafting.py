@@ -12,7 +12,7 @@ from support import fake_runner
 from support.engine_runs import END, engine, requests_at_random, run, tokens
 from support.fake_runner import expected
 
-DRAFTS = {"drafter": NgramDrafter.Config(ngram=2, length=5)}
+DRAFTS = {"drafter": NgramDrafter.Config(ngram=2, length=5), "adapt_drafting": False}
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_fewer_steps_and_the_same_log_probabilities(repetitive):
 
 
 def test_wrong_drafts_are_not_taken():
-    one = engine(settings={"drafter": NgramDrafter.Config(ngram=1)}, end=frozenset())
+    one = engine(settings={"drafter": NgramDrafter.Config(ngram=1), "adapt_drafting": False}, end=frozenset())
     sampling = Sampling(temperature=0.0, max_tokens=30)
     prompt = tuple(range(30))  # drafts are hardly ever right
     want, _ = expected(prompt, sampling, max_context=64, vocab_size=97)

@@ -35,14 +35,15 @@ from axlearn_plugins_serving.contracts import (
     Statistics,
     SubmittedStep,
 )
+from axlearn_plugins_serving.draft_gate import DraftGate
 from axlearn_plugins_serving.drafting import Drafter, ModelDrafter, add_drafts, can_draft
-from axlearn_plugins_serving.embedding import EmbeddingQueue
 from axlearn_plugins_serving.measure import Meter
 from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.results import read_part
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.scheduler import Limits, Part, PriorityScheduler, Scheduler, SchedulerOutput
 from axlearn_plugins_serving.snapshots import Snapshots
+from axlearn_plugins_serving.text_embedding import EmbeddingQueue
 from axlearn_plugins_serving.token_masks import next_mask
 
 
@@ -64,6 +65,7 @@ class ServingEngine(Configurable):
             runner: Computes the steps. It is offered `model` and `program`.
             scheduler: Chooses what each step computes. It is offered `cache` and `limits`.
             drafter: Drafts tokens for greedy requests. The model verifies the drafts if a step has room. None disables drafts.
+            adapt_drafting: Whether to stop drafting while it makes tokens slower. The engine measures steps with and without it.
             max_waiting: Maximum number of waiting requests; additional requests are rejected.
             max_context: Maximum number of tokens in a prompt and its output. None uses the runner's limit: its
                 `max_context`, or less if its cache is smaller.
@@ -80,6 +82,7 @@ class ServingEngine(Configurable):
         runner: Node[Runner] = ModelRunner.Config()
         scheduler: Node[Scheduler] = PriorityScheduler.Config()
         drafter: Node[Drafter] | None = None
+        adapt_drafting: bool = True
         max_waiting: int = setting(default=1024, ge=1)
         max_context: int | None = setting(default=None, ge=2)
         prefix_cache: bool = True
@@ -117,6 +120,9 @@ class ServingEngine(Configurable):
         )
         self.scheduler: Scheduler = cfg.scheduler.build(cache=self.cache, limits=self.limits)
         self.drafter: Drafter | None = _build_drafter(cfg, runner)
+        self._gate = DraftGate() if self.drafter is not None and cfg.adapt_drafting else None
+        self._drafting = False  # whether the current step drafts
+        self._decode_time: float | None = None  # when the results of a step that only decodes were read
         self.meter = Meter()
         self._states: dict[str, RequestState] = {}
         self.is_sleeping = False
@@ -279,12 +285,13 @@ class ServingEngine(Configurable):
 
     def _run_step(self) -> list[Output]:
         outputs: list[Output] = []
+        self._drafting = self._allows_drafts()
         waited = self._in_flight is not None and self._needs_results()
         if waited:
             outputs += self._read_results()
         plan = self.scheduler.plan(self._max_steps())
         self.meter.preemptions += plan.preemptions
-        if self.drafter is not None:
+        if self.drafter is not None and self._drafting:
             add_drafts(plan, self.drafter, self.cache, self.limits)
         rows = self._build_rows(plan, outputs)
         self.meter.record_plan(waited=waited)
@@ -316,13 +323,19 @@ class ServingEngine(Configurable):
 
     def _needs_results(self) -> bool:
         """Return True if the next step depends on the tokens in flight."""
+        if self._in_flight is not None and any(part.draft for part in self._in_flight.plan.parts):
+            return True  # it is unknown how many tokens the model accepts
         return any(s.inflight and (s.mask_needs_output or self._uses_drafts(s)) for s in self.scheduler.running)
 
     def _uses_drafts(self, state: RequestState) -> bool:
-        return self.drafter is not None and can_draft(state)
+        return self._drafting and can_draft(state)
+
+    def _allows_drafts(self) -> bool:
+        """Return False if there is no drafter, or while drafts would make tokens slower."""
+        return self.drafter is not None and (self._gate is None or self._gate.allows(len(self.scheduler.running)))
 
     def _max_steps(self) -> int:
-        if self.drafter is not None:
+        if self._drafting or any(state.resends_token for state in self.scheduler.running):
             return 1
         return self.runner.decode_steps if self.meter.fits(self.runner.decode_steps, self.config.hold_seconds) else 1
 
@@ -340,7 +353,7 @@ class ServingEngine(Configurable):
                     outputs.append(Output(id=state.request.id, finish="error", error=problem))
                     self._remove_request(state)
                     continue
-            row = _build_row(part, mask, token_known=self._uses_drafts(state))
+            row = _build_row(part, mask)
             if self.cache.snapshots is not None:
                 end = part.start + part.count + (plan.steps - 1 if part.decodes else 0)
                 snapshots = self.cache.plan_snapshots(state, part.start, end, self.runner.chunk)
@@ -355,11 +368,8 @@ class ServingEngine(Configurable):
             if state.finished:
                 continue
             assert state.slot is not None
-            sampling = state.request.sampling
-            if self._uses_drafts(state):  # drafts are verified against the most likely token at each position
-                sampling = attrs.evolve(sampling, logprobs=max(1, sampling.logprobs or 0))
             request = state.request
-            self.runner.assign(state.slot, sampling, state.seed, state.output, request.adapter, request.prompt)
+            self.runner.assign(state.slot, request.sampling, state.seed, state.output, request.adapter, request.prompt)
             if state.cached_tokens is None:
                 state.cached_tokens = min(state.computed, state.prompt_length)
                 state.started = self.meter.record_begin(state.prompt_length, state.cached_tokens)
@@ -373,6 +383,7 @@ class ServingEngine(Configurable):
             state = part.state
             state.computed = part.start + part.count + (plan.steps - 1 if part.decodes else 0)
             state.inflight += plan.steps if part.sample else 0
+            state.resends_token = False
             self.cache.store(state)
             self.cache.trim(state)
         return _InFlightStep(plan, pending)
@@ -399,7 +410,18 @@ class ServingEngine(Configurable):
             if output.finish is not None:
                 self._remove_request(state)
         self.meter.record_read(plan)
+        if self._gate is not None:
+            self._record_decoding(self._gate, plan, sum(len(output.tokens) for output in outputs))
         return outputs
+
+    def _record_decoding(self, gate: DraftGate, plan: SchedulerOutput, tokens: int) -> None:
+        """Record the time per token of a step, if it and the one before it only decode."""
+        now, previous, self._decode_time = time.perf_counter(), self._decode_time, None
+        if not all(part.decodes or part.draft for part in plan.parts):
+            return
+        self._decode_time = now
+        if previous is not None and any(can_draft(part.state) for part in plan.parts):
+            gate.record(len(plan.parts), tokens, now - previous)
 
     def _remove_request(self, state: RequestState) -> None:
         state.finished = True
@@ -425,17 +447,14 @@ class ServingEngine(Configurable):
             raise RequestError("the engine is closed\n    fix: open a new engine")
 
 
-def _build_row(part: Part, mask: Any, *, token_known: bool) -> Row:
-    """Build the row for a part.
-
-    If `token_known` is True, the row contains the last token, because the runner's last token may follow a rejected draft.
-    """
+def _build_row(part: Part, mask: Any) -> Row:
+    """Build the row for a part."""
     state, tokens, targets, following = part.state, (), None, None
     assert state.slot is not None
     if part.draft:
         tokens, targets = (state.tokens[-1], *part.draft), (*part.draft, 0)
     elif part.decodes:
-        tokens = (state.tokens[-1],) if token_known else ()
+        tokens = (state.tokens[-1],) if state.resends_token else ()
     else:
         end = part.start + part.count
         tokens = state.tokens[part.start : end]

@@ -24,9 +24,9 @@ from axlearn_core.errors import RequestError
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_serving import token_sampling
-from axlearn_plugins_serving.embedding import EmbedBucket, Pooling, pool
 from axlearn_plugins_serving.serving_linear import WeightLayout, lay_out_maps
 from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, VERIFIED, Step, StepBucket
+from axlearn_plugins_serving.text_embedding import EmbedBucket, Pooling, pool
 from axlearn_plugins_serving.token_sampling import ChosenTokens, Tables
 from axlearn_plugins_transformer.causal_lm import DraftsFromCache, DraftsTokens, NewTokens, splits_decoder
 from axlearn_plugins_transformer.functions import Arrays, GenerationFunctions

@@ -173,7 +173,7 @@ class PendingStep:
                 logprobs = [_logprobs(sampled, (step, index), sampling.logprobs) for step in range(self._steps)]
         targets = None
         if row.targets is not None:
-            top = (sampling.logprobs or 0) if row.verifies else sampling.num_prompt_logprobs
+            top = max(1, sampling.logprobs or 0) if row.verifies else sampling.num_prompt_logprobs
             targets = [
                 _logprobs(results[call][1], (begin + i,), top)
                 for call, begin, count in place.targets

@@ -36,6 +36,7 @@ class RequestState:
         started: Time at which it left the queue for the first time, from `time.monotonic`; None before.
         prompt_logprobs: Log-probabilities of prompt tokens that have been read so far.
         drafts: Tokens that the model's heads drafted after the last token.
+        resends_token: Whether the next step contains the last token, because the runner's last token may follow a rejected draft.
         places: n-gram -> index after its last token, for a drafter.
         indexed: Number of `tokens` that are in `places`.
         sent_prompt_logprobs: Whether `prompt_logprobs` have been returned.
@@ -45,7 +46,8 @@ class RequestState:
     __slots__ = (
         "announced", "arrival", "blocks", "branch", "cached_tokens", "computed", "drafts", "finished", "freed", "indexed",
         "inflight", "key_version", "keys", "limit", "output_state", "places", "prompt_length", "prompt_logprobs",
-        "request", "restored", "saved", "seed", "sent_prompt_logprobs", "shares", "slot", "started", "stored", "target", "tokens",
+        "request", "resends_token", "restored", "saved", "seed", "sent_prompt_logprobs", "shares", "slot", "started",
+        "stored", "target", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, *, seed: int, arrival: int, limit: int):
@@ -69,6 +71,7 @@ class RequestState:
         self.sent_prompt_logprobs = not request.sampling.scores_prompt
         self.places: dict[tuple[int, ...], int] = {}
         self.indexed = 0
+        self.resends_token = False
         self.drafts: tuple[int, ...] = ()
         self.finished = False
 

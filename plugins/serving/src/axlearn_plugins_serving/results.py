@@ -19,6 +19,7 @@ def read_part(part: Part, result: RowResult, end_tokens: frozenset[int]) -> Outp
     if part.draft:
         output = _build_output(state, accept_draft(part, result), end_tokens)
         state.computed = len(state.tokens) - 1  # positions of rejected tokens are computed again
+        state.resends_token = True
         return output
     if result.target_logprobs is not None and not state.sent_prompt_logprobs:
         _read_prompt_logprobs(state, part, result.target_logprobs)

@@ -22,7 +22,6 @@ from axlearn_core.contracts.target import Target
 from axlearn_core.errors import Problem, RequestError
 from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.contracts import Row, Sampling, SubmittedStep
-from axlearn_plugins_serving.embedding import EmbedBucket, PendingTexts, embed_buckets, pack_texts
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.memory_errors import explain_memory
 from axlearn_plugins_serving.packing import Packer, PendingStep
@@ -31,6 +30,7 @@ from axlearn_plugins_serving.parity import check_parity, min_rows
 from axlearn_plugins_serving.programs import BackgroundLoader, Shapes, identity, list_functions, load_programs
 from axlearn_plugins_serving.serving_linear import WeightLayout, describe_kept_layouts, stores_transposed
 from axlearn_plugins_serving.step_inputs import StepBucket
+from axlearn_plugins_serving.text_embedding import EmbedBucket, PendingTexts, embed_buckets, pack_texts
 from axlearn_plugins_serving.token_sampling import MAX_BIAS, table_row
 from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
 from axlearn_plugins_transformer.cache_spec import has_states, read_prefix, read_window

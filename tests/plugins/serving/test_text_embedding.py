@@ -10,9 +10,9 @@ from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.layer import Context
 from axlearn_plugins_serving.contracts import Request, Sampling
-from axlearn_plugins_serving.embedding import EmbedBucket, embed_buckets, pack_texts
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import build_engine
+from axlearn_plugins_serving.text_embedding import EmbedBucket, embed_buckets, pack_texts
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 from support import serving_models
 from support.engine_runs import engine as fake_engine
