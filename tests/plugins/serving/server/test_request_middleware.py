@@ -131,8 +131,9 @@ def test_json_logs(monkeypatch):
         print("warning: a line from elsewhere", file=sys.stderr)
     lines = [json.loads(line) for line in errors.getvalue().splitlines()]
     assert all(set(line) >= {"time", "level"} for line in lines)
-    begun, answered, _, lost, printed = lines
-    assert begun["level"] == "debug"
+    begun = [line["id"] for line in lines if line["level"] == "debug"]
+    answered, lost = (next(line for line in lines if line["level"] == "info" and line["id"] == id) for id in begun)
+    (printed,) = (line for line in lines if "message" in line)
     assert (answered["level"], answered["id"], answered["status"]) == ("info", "id-1", 200)
     assert (answered["method"], answered["path"], answered["model"]) == ("POST", "/v1/completions", "mine")
     assert (answered["prompt_tokens"], answered["output_tokens"], answered["finish"]) == (3, 2, "length")
@@ -165,3 +166,12 @@ def test_levels_and_handlers_are_restored(capfd):
         logging.getLogger("axlearn.serving").warning("shown")
     assert (logger.handlers, logger.propagate, logger.level) == before
     assert capfd.readouterr().err == "shown\n"
+
+
+def test_errors_of_limits_have_the_format_of_the_path(server):
+    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]}
+    for path, kind in (("/v1/chat/completions", None), ("/v1/messages", "error")):
+        refused = post(server, path, body=body, key="wrong")
+        assert refused.status_code == 401
+        assert refused.json().get("type") == kind
+        assert "API key" in refused.json()["error"]["message"]
