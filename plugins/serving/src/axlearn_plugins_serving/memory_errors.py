@@ -27,8 +27,7 @@ def explain_memory(name: str, arrays: Callable[[], Any], fix: str) -> Iterator[N
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        leaves = [leaf for leaf in jax.tree.leaves(arrays()) if hasattr(leaf, "dtype")]
-        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        size = sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(arrays()))
         raise WorkError(
             f"out of memory: {name} does not fit on {jax.devices()[0].device_kind}\n"
             f"    asked for: {size / 2**30:,.2f} GiB in total\n    got: {reason(error)}\n    fix: {fix}"

@@ -165,3 +165,12 @@ def test_levels_and_handlers_are_restored(capfd):
         logging.getLogger("axlearn.serving").warning("shown")
     assert (logger.handlers, logger.propagate, logger.level) == before
     assert capfd.readouterr().err == "shown\n"
+
+
+def test_errors_of_limits_have_the_format_of_the_path(server):
+    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]}
+    for path, kind in (("/v1/chat/completions", None), ("/v1/messages", "error")):
+        refused = post(server, path, body=body, key="wrong")
+        assert refused.status_code == 401
+        assert refused.json().get("type") == kind
+        assert "API key" in refused.json()["error"]["message"]

@@ -16,7 +16,7 @@ from support.fake_engine import FakeEngine
 
 
 class Started:
-    """What a command started.
+    """The parts of a server that a command started.
 
     Attributes:
         result: Result of the command.

@@ -1,22 +1,17 @@
 """Bad requests, clients that leave or stall, a full queue, a failing engine, and shutdown."""
 
-import asyncio
 import concurrent.futures
 import contextlib
 import json
 import socket
 import time
-from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Output
-from axlearn_plugins_serving.server.api_errors import ApiError
-from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineStoppingError, SlowReaderError
 from axlearn_plugins_serving.server.limits import ServerLimits, allowed_hosts
-from axlearn_plugins_serving.server.prompt_job import Job
 from axlearn_plugins_serving.server.server_runner import bind, bind_unix
 from support.bad_requests import BAD, MESSAGES
 from support.fake_engine import FakeEngine
@@ -323,28 +318,6 @@ def test_the_end_does_not_wait_for_ever():
         server.thread.join(10)
         assert server.code == 1
         assert server.engine.free == server.engine.blocks
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(EngineStoppingError(), 503), (EngineFailedError("stopping at a broken token"), 500), (SlowReaderError("9"), 408)],
-)
-def test_the_kind_of_an_error_decides_its_status(error, status):
-    class Broken:
-        ids = ("a",)
-
-        async def get(self):
-            raise error
-
-    async def read():
-        choice = SimpleNamespace(request=SimpleNamespace(id="a"))
-        job = Job([choice], 1, SimpleNamespace(), SimpleNamespace())
-        job._outputs = Broken()
-        return [batch async for batch in job.deltas()]
-
-    with pytest.raises(ApiError) as raised:
-        asyncio.run(read())
-    assert raised.value.status == status
 
 
 def test_new_requests_while_the_server_stops():

@@ -60,7 +60,6 @@ def read_spans(collector):
 
 
 def test_a_span_for_each_request_that_generates(collector):
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     tracer = Tracer(f"http://127.0.0.1:{collector.server_port}/v1/traces")
     with serving(FakeEngine(script=[65] * 9, max_context=64), tracer=tracer) as server:
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "id-1"}
@@ -87,7 +86,6 @@ def test_a_span_for_each_request_that_generates(collector):
 
 def test_a_collector_that_is_down_does_not_disturb_requests(monkeypatch):
     monkeypatch.setattr("axlearn_plugins_serving.server.tracing._EXPORT_SECONDS", 0.2)
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     with serving(FakeEngine(script=[65]), tracer=Tracer("http://127.0.0.1:9/v1/traces")) as server:
         assert httpx.post(server.url + "/v1/completions", json={"prompt": "abc"}).status_code == 200
     assert server.code == 0

@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from axlearn_plugins_serving.server import administration, anthropic_messages, endpoints
 from axlearn_plugins_serving.server.api_errors import ApiError
@@ -48,6 +48,7 @@ def create_app(service: Service, limits: ServerLimits | None = None, tracer: Tra
     starlette = Starlette(
         routes=routes,
         middleware=[
+            Middleware(_AnswerErrors),
             Middleware(LimitRequests, limits=limits),
             Middleware(RefuseWhileDraining, service=service),
         ],
@@ -98,6 +99,20 @@ def _routes() -> list[Route]:
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
     ]
+
+
+class _AnswerErrors:
+    """ASGI middleware that answers the errors of the middleware inside it in the format of the path's API."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the app, and answer an `ApiError`."""
+        try:
+            await self._app(scope, receive, send)
+        except ApiError as error:
+            await _error_response(HttpRequest(scope), error)(scope, receive, send)
 
 
 async def _api_error(request: HttpRequest, error: Exception) -> Response:

@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from axlearn_plugins_serving.server.api_errors import ApiError
-from axlearn_plugins_serving.server.http import error_response
 from axlearn_plugins_serving.server.memory_return import LARGE, Budget, MemoryReturn
 from axlearn_plugins_serving.server.request_record import REQUEST_ID, new_request_id
 
@@ -83,10 +82,7 @@ class LimitRequests:
         self._large, self._memory = Budget(limits.large_bytes), MemoryReturn()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a request, read its body and call the app.
-
-        Respond with an error if a limit is exceeded.
-        """
+        """Check a request, read its body and call the app. Raises `ApiError` if a limit is exceeded."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -97,10 +93,6 @@ class LimitRequests:
             self._check_host(headers)
             self._check_key(headers, scope["path"])
             body = await self._read(headers, receive, share)
-        except ApiError as error:
-            share.end()
-            await error_response(error)(scope, receive, send)
-            return
         except BaseException:
             share.end()
             raise
@@ -214,75 +206,78 @@ class _BudgetShare:
             self.size = 0
 
 
+class _LimitedProtocol(H11Protocol):
+    """uvicorn's HTTP protocol with a connection limit and timeouts."""
+
+    limits: ServerLimits
+    _reading: asyncio.TimerHandle | None = None
+    _writing: asyncio.TimerHandle | None = None
+    _refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections:
+            transport.write(_bare_response(_TOO_MANY_CONNECTIONS, "Service Unavailable"))
+            transport.close()
+            return
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        super().data_received(data)
+        if self._refused:
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self._await_head()
+        else:
+            self._reading = _cancel(self._reading)
+
+    def send_400_response(self, msg: str) -> None:
+        unread, _ = self.conn.trailing_data
+        if self.conn.their_state is h11.ERROR and len(unread) > self.limits.head_bytes:
+            self._refuse(_bare_response(large_head_error(self.limits), "Request Header Fields Too Large"))
+        else:
+            error = ApiError(400, "not an HTTP request", code="invalid_http")
+            self._refuse(_bare_response(error, "Bad Request"))
+
+    def _refuse(self, response: bytes) -> None:
+        """Send a response, and ignore what the client sends until it closes the connection or time is up."""
+        self._refused = True
+        self.transport.write(response)
+        self.transport.write_eof()
+        self._reading = _cancel(self._reading)
+        self._reading = self.loop.call_later(_LINGER_SECONDS, self._abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._writing is None:
+            self._writing = self.loop.call_later(self.limits.write_seconds, self._abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._writing = _cancel(self._writing)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._reading, self._writing = _cancel(self._reading), _cancel(self._writing)
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self._reading = _cancel(self._reading)  # from here on, the keep-alive timeout applies
+        super().on_response_complete()
+
+    def _await_head(self) -> None:
+        if self._reading is None:
+            self._reading = self.loop.call_later(self.limits.head_seconds, self._abort)
+
+    def _abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+
 def limited_protocol(limits: ServerLimits) -> type[H11Protocol]:
     """Return uvicorn's HTTP protocol with a connection limit and timeouts."""
-
-    class LimitedProtocol(H11Protocol):
-        _reading: asyncio.TimerHandle | None = None
-        _writing: asyncio.TimerHandle | None = None
-        _refused = False
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > limits.connections:
-                transport.write(_bare_response(_TOO_MANY_CONNECTIONS, "Service Unavailable"))
-                transport.close()
-                return
-            self._await_head()
-
-        def data_received(self, data: bytes) -> None:
-            if self._refused:
-                return
-            super().data_received(data)
-            if self._refused:
-                return
-            if self.cycle is None or self.cycle.response_complete:
-                self._await_head()
-            else:
-                self._reading = _cancel(self._reading)
-
-        def send_400_response(self, msg: str) -> None:
-            unread, _ = self.conn.trailing_data
-            if self.conn.their_state is h11.ERROR and len(unread) > limits.head_bytes:
-                self._refuse(_bare_response(large_head_error(limits), "Request Header Fields Too Large"))
-            else:
-                error = ApiError(400, "not an HTTP request", code="invalid_http")
-                self._refuse(_bare_response(error, "Bad Request"))
-
-        def _refuse(self, response: bytes) -> None:
-            """Send a response, and ignore what the client sends until it closes the connection or time is up."""
-            self._refused = True
-            self.transport.write(response)
-            self.transport.write_eof()
-            self._reading = _cancel(self._reading)
-            self._reading = self.loop.call_later(_LINGER_SECONDS, self._abort)
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            if self._writing is None:
-                self._writing = self.loop.call_later(limits.write_seconds, self._abort)
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._writing = _cancel(self._writing)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._reading, self._writing = _cancel(self._reading), _cancel(self._writing)
-            super().connection_lost(exc)
-
-        def on_response_complete(self) -> None:
-            self._reading = _cancel(self._reading)  # from here on, the keep-alive timeout applies
-            super().on_response_complete()
-
-        def _await_head(self) -> None:
-            if self._reading is None:
-                self._reading = self.loop.call_later(limits.head_seconds, self._abort)
-
-        def _abort(self) -> None:
-            if self.transport is not None:
-                self.transport.abort()
-
-    return LimitedProtocol
+    return type("LimitedProtocol", (_LimitedProtocol,), {"limits": limits})
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -15,6 +15,7 @@ from axlearn_plugins_serving.server.engine_thread import (
     EngineThread,
     SlowReaderError,
 )
+from axlearn_plugins_serving.server.job_timing import Timing
 from axlearn_plugins_serving.server.server_metrics import Metrics
 from axlearn_plugins_transformer.text.decoding import OutputText
 
@@ -164,52 +165,6 @@ class Usage:
         }
 
 
-@attrs.define
-class Timing:
-    """The times of a job, from `time.monotonic`. Times that have not been reached are None.
-
-    Attributes:
-        began: When the job was created.
-        started: When the engine started the first of its requests.
-        first: When its first token arrived.
-        last: When its last token arrived.
-    """
-
-    began: float = attrs.field(factory=time.monotonic)
-    started: float | None = None
-    first: float | None = None
-    last: float | None = None
-
-    @property
-    def queue_seconds(self) -> float | None:
-        """Seconds in the queue."""
-        return _difference(self.began, self.started)
-
-    @property
-    def prefill_seconds(self) -> float | None:
-        """Seconds from the start to the first token."""
-        return _difference(self.started, self.first)
-
-    @property
-    def decode_seconds(self) -> float | None:
-        """Seconds from the first token to the last."""
-        return _difference(self.first, self.last)
-
-    @property
-    def first_token_seconds(self) -> float | None:
-        """Seconds until the first token."""
-        return _difference(self.began, self.first)
-
-    @property
-    def total_seconds(self) -> float | None:
-        """Seconds until the last token."""
-        return _difference(self.began, self.last)
-
-
-def _difference(begin: float | None, end: float | None) -> float | None:
-    return None if begin is None or end is None else max(0.0, end - begin)
-
-
 class Job:
     """The engine requests behind an HTTP request. Always `close` the job.
 
@@ -247,8 +202,9 @@ class Job:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """The reason why each choice ended: `stop`, `length`, `error`, or `abort` if the client left or it is running."""
-        return [choice.finish or ("error" if self._failed else "abort") for choice in self.choices]
+        """The reason why each choice ended: its `finish`, `error`, or `abort` if the client left; `running` before it ends."""
+        unfinished = "error" if self._failed else "abort" if self._closed else "running"
+        return [choice.finish or unfinished for choice in self.choices]
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """Yield new outputs until all choices have ended.
@@ -309,7 +265,7 @@ class Job:
             self._closed = True
             self._thread.abort(self._outputs.ids)
             for reason in self.finish_reasons:
-                self._metrics.finished.labels(reason).inc()
+                self._metrics.finished.labels("stop" if reason == "tool_calls" else reason).inc()
 
     def _observe(self) -> None:
         timing, usage, metrics = self.timing, self.usage, self._metrics

@@ -6,7 +6,6 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from axlearn_plugins_serving.server.api_errors import draining_error
-from axlearn_plugins_serving.server.http import error_response
 from axlearn_plugins_serving.server.request_record import REQUEST_ID, RequestRecord, current_request
 from axlearn_plugins_serving.server.server_log import log_arrival, log_request
 from axlearn_plugins_serving.server.service import Service
@@ -73,7 +72,7 @@ class StripRootPath:
 
 
 class RefuseWhileDraining:
-    """Answers 503 to all requests that would create work while the server finishes the running ones.
+    """Rejects requests that create work while the server finishes the running ones.
 
     Args:
         app: Application to call.
@@ -84,9 +83,12 @@ class RefuseWhileDraining:
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the app, or answer 503."""
-        draining = self._service.state == "draining" and scope["type"] == "http"
-        if draining and scope["method"] == "POST" and scope["path"].startswith("/v1/"):
-            await error_response(draining_error())(scope, receive, send)
-            return
+        """Call the app. Raises `ApiError` with the status 503 while the server is draining."""
+        if self._service.state == "draining" and scope["type"] == "http" and _creates_work(scope):
+            raise draining_error()
         await self._app(scope, receive, send)
+
+
+def _creates_work(scope: Scope) -> bool:
+    path = scope["path"]
+    return scope["method"] == "POST" and path.startswith("/v1/") and not path.endswith("/cancel")

@@ -25,7 +25,7 @@ def new_request_id() -> str:
 
 @attrs.define(eq=False)
 class RequestRecord:
-    """An HTTP request and what is known about its response.
+    """An HTTP request and its response so far.
 
     Attributes:
         id: The client's `X-Request-Id` if it has up to 128 letters, digits or `._:-`; otherwise a new id.

@@ -201,10 +201,10 @@ def _read_file(ctx: click.Context, _param: click.Parameter, file: str | None) ->
         return
     if not isinstance(document.data, dict):
         raise RequestError(f"{file}: expected options as NAME: VALUE")
-    known = {
+    params = {
         opt.lstrip("-"): p for p in ctx.command.params for opt in p.opts if p.name not in ("config", "set_", "more")
     }
-    known = {("model" if name == "uri" else name): param for name, param in known.items()}
+    params = {("model" if name == "uri" else name): param for name, param in params.items()}
     defaults: dict[str, Any] = {}
     for name, value in document.data.items():
         location = f"{file}:{document.lines.get(str(name), 1)}"
@@ -216,17 +216,17 @@ def _read_file(ctx: click.Context, _param: click.Parameter, file: str | None) ->
                 for path, v in value.items()
             )
             continue
-        param = known.get(str(name))
+        param = params.get(str(name))
         if param is None or param.name is None:
-            raise _unknown_option_error(location, str(name), known)
+            raise _unknown_option_error(location, str(name), params)
         defaults[param.name] = _convert(param, value, ctx, f"{location}: {name}")
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
 
 
-def _unknown_option_error(location: str, name: str, known: Mapping[str, Any]) -> Exception:
+def _unknown_option_error(location: str, name: str, params: Mapping[str, Any]) -> Exception:
     from axlearn_core.errors import RequestError, nearest
 
-    close = nearest(name, [*known, "serving"])
+    close = nearest(name, [*params, "serving"])
     hint = f"\n    did you mean: {', '.join(close)}?" if close else ""
     fix = (
         "\n    fix: write settings of the engine under `serving`"

@@ -52,10 +52,10 @@ class Service:
         text: Encodes and decodes the model's text.
         name: Name under which clients request the model.
         adapters: Names of LoRA adapters, which clients request as models.
+        aliases: Other names under which clients may request the model. Responses contain `name`.
         tool_parser: Name of the format in which the model calls tools. None chooses it by the chat template; `none` does not
             parse calls.
         reasoning_parser: Name of the format in which the model reasons, as for `tool_parser`.
-        aliases: Other names under which clients may request the model. Responses contain `name`.
         state: `ok`, `draining` (no new requests) or `failed`.
         state: `ok`, `sleeping` or `draining` (no new requests), or `failed`.
         allows_sleep: Whether clients can make the engine sleep.

@@ -7,7 +7,12 @@ from urllib.parse import urlsplit
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.server.request_record import RequestRecord
 
-_OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/responses": "chat"}
+_OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
 """Path -> `gen_ai.operation.name` of the semantic conventions."""
 _EXPORT_SECONDS = 5.0
 
