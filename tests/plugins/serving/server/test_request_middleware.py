@@ -131,8 +131,9 @@ def test_json_logs(monkeypatch):
         print("warning: a line from elsewhere", file=sys.stderr)
     lines = [json.loads(line) for line in errors.getvalue().splitlines()]
     assert all(set(line) >= {"time", "level"} for line in lines)
-    begun, answered, _, lost, printed = lines
-    assert begun["level"] == "debug"
+    begun = [line["id"] for line in lines if line["level"] == "debug"]
+    answered, lost = (next(line for line in lines if line["level"] == "info" and line["id"] == id) for id in begun)
+    (printed,) = (line for line in lines if "message" in line)
     assert (answered["level"], answered["id"], answered["status"]) == ("info", "id-1", 200)
     assert (answered["method"], answered["path"], answered["model"]) == ("POST", "/v1/completions", "mine")
     assert (answered["prompt_tokens"], answered["output_tokens"], answered["finish"]) == (3, 2, "length")

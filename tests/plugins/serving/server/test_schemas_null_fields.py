@@ -59,6 +59,8 @@ SMALLEST = {
     anthropic_schemas.TextBlock: {"type": "text", "text": "a"},
     anthropic_schemas.ThinkingBlock: {"type": "thinking", "thinking": "a"},
     anthropic_schemas.ToolUseBlock: {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+    schemas.LoadAdapterRequest: {"lora_name": "a", "lora_path": "b"},
+    schemas.UnloadAdapterRequest: {"lora_name": "a"},
     anthropic_schemas.ToolResultBlock: {"type": "tool_result", "tool_use_id": "c"},
     anthropic_schemas.AnthropicMessage: USER,
     anthropic_schemas.AnthropicTool: {"name": "f", "input_schema": {"default": None}},

@@ -59,7 +59,7 @@ async def load_adapter(request: HttpRequest) -> Response:
     name = body.lora_name
     async with service.administration:
         service.check_accepting()
-        if name in (service.name, *service.adapters):
+        if name in (service.name, *service.aliases, *service.adapters):
             raise ApiError(400, f"lora_name: {name!r} is in use already", param="lora_name")
         try:  # files and weights are read in a thread, so that requests continue
             adapter = await asyncio.to_thread(engine.read_adapter, name, body.lora_path)

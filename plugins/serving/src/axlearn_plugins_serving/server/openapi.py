@@ -12,7 +12,8 @@ from axlearn_plugins_serving.server import response_schemas as responses
 _ERRORS = {
     "400": "The request is invalid; `param` names the field.",
     "401": "The API key is missing or wrong.",
-    "404": "Unknown model or path.",
+    "403": "A web page from another site sent the request.",
+    "404": "Unknown model or path, or the path is off.",
     "405": "The path does not support the method.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
@@ -31,6 +32,8 @@ _BODIES = (
     anthropic_schemas.MessagesRequest,
     anthropic_schemas.MessageTokensRequest,
     schemas.EmbeddingRequest,
+    schemas.LoadAdapterRequest,
+    schemas.UnloadAdapterRequest,
     schemas.TokenizeRequest,
     schemas.DetokenizeRequest,
 )
@@ -52,6 +55,7 @@ _ANSWERS = (
     responses.Health,
     responses.Version,
     responses.Load,
+    responses.Sleeping,
     responses.EngineStatistics,
     responses.ErrorBody,
 )
@@ -78,6 +82,11 @@ _POSTS = {
     "/tokenize": ("Return the token ids of a text", schemas.TokenizeRequest, responses.Tokens),
     "/detokenize": ("Return the text of token ids", schemas.DetokenizeRequest, responses.Text),
 }
+_TEXT_POSTS = {
+    "/v1/load_lora_adapter": ("Load an adapter", schemas.LoadAdapterRequest),
+    "/v1/unload_lora_adapter": ("Unload an adapter", schemas.UnloadAdapterRequest),
+}
+"""Paths that answer with text -> their summary and body."""
 _EVENT = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -92,6 +101,7 @@ def document(root_path: str = "") -> dict[str, Any]:
     modes: Any = [(m, "validation") for m in (*_BODIES, *_ANSWERS)]
     _, definitions = models_json_schema(modes, ref_template="#/components/schemas/{model}")
     paths = {path: {"post": _post(path, *parts)} for path, parts in _POSTS.items()}
+    paths |= {path: {"post": _text_post(*parts)} for path, parts in _TEXT_POSTS.items()}
     health = _get("Check whether the server accepts requests", responses.Health, health=True)
     paths |= {
         "/v1/models": {"get": _get("List the models", responses.Models)},
@@ -106,6 +116,9 @@ def document(root_path: str = "") -> dict[str, Any]:
         "/v1/responses/{id}/cancel": {
             "post": _get("Cancel a background response", responses.Response) | {"parameters": [_ID]}
         },
+        "/sleep": {"post": _plain("Free the memory of the devices", "text/plain") | {"parameters": [_LEVEL]}},
+        "/wake_up": {"post": _plain("Accept requests again", "text/plain")},
+        "/is_sleeping": {"get": _get("Tell whether the server sleeps", responses.Sleeping)},
         "/health": {"get": health},
         "/ping": {"get": health, "post": health},
         "/version": {"get": _get("Return the version", responses.Version)},
@@ -129,6 +142,7 @@ def document(root_path: str = "") -> dict[str, Any]:
 
 
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_LEVEL = {"name": "level", "in": "query", "required": False, "schema": {"enum": ["1", "2"]}}
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
@@ -168,6 +182,11 @@ def _plain(summary: str, kind: str) -> dict[str, Any]:
         "summary": summary,
         "responses": {"200": {"description": "Success.", "content": {kind: schema}}, **_errors()},
     }
+
+
+def _text_post(summary: str, body: type) -> dict[str, Any]:
+    content = {"application/json": _reference(body)}
+    return _plain(summary, "text/plain") | {"requestBody": {"required": True, "content": content}}
 
 
 def package_version() -> str:

@@ -318,6 +318,12 @@ class Version(BaseModel):
     version: str
 
 
+class Sleeping(BaseModel):
+    """Whether the server sleeps."""
+
+    is_sleeping: bool
+
+
 class Load(BaseModel):
     """The number of unfinished requests."""
 

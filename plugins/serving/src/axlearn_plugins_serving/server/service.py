@@ -56,7 +56,6 @@ class Service:
         tool_parser: Name of the format in which the model calls tools. None chooses it by the chat template; `none` does not
             parse calls.
         reasoning_parser: Name of the format in which the model reasons, as for `tool_parser`.
-        state: `ok`, `draining` (no new requests) or `failed`.
         state: `ok`, `sleeping` or `draining` (no new requests), or `failed`.
         allows_sleep: Whether clients can make the engine sleep.
         allows_adapters: Whether clients can load adapters from the server's file system.
