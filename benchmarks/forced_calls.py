@@ -24,7 +24,8 @@ import tokenizers
 from serving import SIZES, Server, started, write_model
 
 DOCS = Path(__file__).parents[1] / "docs"
-TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+SHOW_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+TEMPLATE = SHOW_TOOLS + "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
 TOOL = {
     "type": "function",
     "function": {

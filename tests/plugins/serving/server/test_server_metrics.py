@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from axlearn_plugins_serving.server.server_metrics import VLLM_NAMES
 from support.fake_engine import FakeEngine
+from support.paths import ROOT
 from support.server_thread import serving
 
 
@@ -59,6 +60,18 @@ def test_names_of_vllm_repeat_our_values(measured):
         *[n for n, _ in measured if n.startswith("axlearn_")],
     }
     assert repeated > 100
+
+
+def test_the_page_maps_each_name(measured):
+    page = (ROOT / "docs/operations.md").read_text("utf-8")
+    rows = {tuple(re.findall(r"`(axlearn_\w+|vllm:\w+)`", line)) for line in page.splitlines() if "`axlearn_" in line}
+    families = {
+        name: {n for n, _ in measured if re.fullmatch(f"axlearn_{name}(_total|_bucket)?", n)} for name in VLLM_NAMES
+    }
+    for name, vllm in VLLM_NAMES.items():
+        (ours,) = families[name]
+        suffix = "_total" if ours.endswith("_total") else ""
+        assert (ours.removesuffix("_bucket"), f"vllm:{vllm}{suffix}") in rows
 
 
 def test_tokens_and_reasons_are_counted(measured):
