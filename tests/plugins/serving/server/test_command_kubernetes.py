@@ -2,12 +2,12 @@
 
 import pytest
 from ruamel.yaml import YAML
+from test_images import VERSION, values
 
 from axlearn_plugins_serving.server.app import _routes
 from axlearn_plugins_serving.server.command import serve
 from axlearn_plugins_serving.server.limits import OPEN_PATHS
 from support.paths import ROOT
-from test_images import VERSION, values
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,7 @@ def report_weather(request):
     return list(f"<think>\nHm.\n</think>\n\nOne moment.{CALL}{CALL}".encode())
 
 
-def settle(page, name, value):
+def set_value(page, name, value):
     page.run(f"document.getElementById({name!r}).value = {json.dumps(value)}")
 
 
@@ -108,8 +108,8 @@ def test_tool_calls_and_reasoning_in_a_browser(width, tmp_path):
     with serving(engine, template=hermes_template(tmp_path), limits=limits) as server, browser() as page:
         page.size(width, 740)
         page.open(server.url + "/")
-        settle(page, "tools", json.dumps([WEATHER["function"]]))
-        settle(page, "tokens", 1000)
+        set_value(page, "tools", json.dumps([WEATHER["function"]]))
+        set_value(page, "tokens", 1000)
         page.type("Weather?", key="Enter")
         page.wait("document.querySelector('.reasoning[open]') !== null")
         page.wait("document.querySelector('.results') !== null")
@@ -141,11 +141,11 @@ def test_tools_that_are_not_json_are_not_sent_from_a_browser(tmp_path):
     with serving(engine, template=hermes_template(tmp_path)) as server, browser() as page:
         page.size(360, 740)
         page.open(server.url + "/")
-        settle(page, "tools", "[{")
+        set_value(page, "tools", "[{")
         page.type("Hello", key="Enter")
         page.wait("document.activeElement.id === 'tools'")
         assert "not JSON" in page.run("document.getElementById('tools-error').innerText")
-        settle(page, "tools", "[3]")
+        set_value(page, "tools", "[3]")
         page.run("document.getElementById('panel').click(); document.getElementById('send').click()")
         page.wait("document.querySelector('.error') !== null")
         assert "tools[0]" in page.run("document.querySelector('.error').textContent")
