@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_verify.prove.proof import FAILS, prove
 
 RESULTS = Path(__file__).parent / "results/legal-proofs.jsonl"
+MAPPINGS = 30_000
+"""Number of memory mappings after which the process starts again. It goes on with the next seed."""
 DTYPES = ("float32", "bfloat16")
 
 
@@ -87,6 +90,11 @@ def record(seed: int, minutes: float) -> dict[str, Any]:
     }
 
 
+def count_mappings() -> int:
+    """Return the number of memory mappings of this process. Linux allows 65,530 by default."""
+    return Path("/proc/self/maps").read_bytes().count(b"\n")
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -96,16 +104,18 @@ def main() -> None:
     first, _, last = arguments.seeds.partition("..")
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     recorded = {json.loads(line)["seed"] for line in lines}
-    failed = False
+    failed = any(line.get("failures") or line.get("error") for line in map(json.loads, lines))
     for seed in range(int(first), int(last)):
         if seed in recorded:
             continue
         line = record(seed, arguments.minutes)
-        jax.clear_caches()  # or the programs of many configs exceed the process's limit of memory mappings
+        jax.clear_caches()
         failed |= bool(line.get("failures") or line.get("error"))
         with RESULTS.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
+        if count_mappings() > MAPPINGS:  # some stay behind; with too many, LLVM cannot allocate memory
+            os.execv(sys.executable, [sys.executable, *sys.argv])
     raise SystemExit(int(failed))
 
 
