@@ -87,6 +87,14 @@ def test_keys_of_both_kinds(start, monkeypatch):
     assert start().limits.api_keys == ()
 
 
+def test_what_clients_may_change(start, tmp_path):
+    service = start("--allow-sleep", "--allow-adapters", "--response-store", str(tmp_path / "responses.db")).service
+    assert (service.allows_sleep, service.allows_adapters) == (True, True)
+    assert (tmp_path / "responses.db").exists()
+    service = start().service
+    assert (service.allows_sleep, service.allows_adapters) == (False, False)
+
+
 def test_the_context_length_is_a_setting_of_the_runner(start):
     assert start("--max-model-len", "256").config.runner.max_context == 256
     assert start("--max-model-len", "256", "--set", "serving.runner.max_context=64").config.runner.max_context == 64
