@@ -25,6 +25,6 @@ def partial():
 report(
     tools={"structured": lambda: structured(instructor.Mode.TOOLS), "streamed_structured": partial},
     json_schema={"structured": lambda: structured(instructor.Mode.JSON_SCHEMA)},
-    json={"structured": lambda: structured(instructor.Mode.JSON)},
+    json={"structured_without_schema": lambda: structured(instructor.Mode.JSON)},
     responses={"structured": lambda: structured(instructor.Mode.RESPONSES_TOOLS)},
 )

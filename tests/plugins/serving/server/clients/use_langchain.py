@@ -10,7 +10,7 @@ chat = ChatOpenAI(**OPTIONS, max_tokens=TEXT_LIMIT)
 chat_json = ChatOpenAI(**OPTIONS, max_tokens=JSON_LIMIT)
 responses = ChatOpenAI(**OPTIONS, max_tokens=TEXT_LIMIT, use_responses_api=True)
 responses_json = ChatOpenAI(**OPTIONS, max_tokens=JSON_LIMIT, use_responses_api=True)
-weather = make_tool(get_weather)
+weather = make_tool(get_weather, args_schema=Weather)
 
 
 def streamed(model, messages):
@@ -33,7 +33,7 @@ def tool(model, ask):
 
 
 def required(model):
-    return model.bind_tools([weather], tool_choice="required").invoke(QUESTION).tool_calls[0]["args"]
+    return model.bind_tools([weather], tool_choice="required", strict=True).invoke(QUESTION).tool_calls[0]["args"]
 
 
 def structured(model, **options):

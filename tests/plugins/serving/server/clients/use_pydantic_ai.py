@@ -15,8 +15,9 @@ def agent(model, limit=TEXT_LIMIT, **options):
 
 
 async def streamed(agent):
-    async with agent.run_stream(QUESTION) as stream:
-        return await stream.get_output()
+    async with agent.run_stream_events(QUESTION) as events:
+        *_, last = [event async for event in events]
+    return last.result.output
 
 
 def reasoning(model):

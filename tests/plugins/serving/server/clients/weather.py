@@ -21,8 +21,8 @@ QUESTION = "Weather?"
 USER = {"role": "user", "content": QUESTION}
 
 
-class Weather(pydantic.BaseModel):
-    """A schema whose values are short, so that a random model ends them."""
+class Weather(pydantic.BaseModel, extra="forbid"):
+    """A schema with short values and no other fields, so that a random model ends its JSON."""
 
     city: Literal["Rome", "Oslo"]
     days: Literal[1, 2, 3]
