@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-UNREACHABLE = re.compile(r"error sending request|network was disabled|npm error code (E\w*CONN\w*|ENO\w+|EAI_AGAIN|E\w*TIMEDOUT)")
+UNREACHABLE = re.compile(
+    r"error sending request|network was disabled|npm error code (E\w*CONN\w*|ENO\w+|EAI_AGAIN|E\w*TIMEDOUT)"
+)
 """Errors of uv and npm without a registry."""
 ENVIRONMENT = dict(os.environ)
 """The environment before fixtures hide the certificates that installers need."""

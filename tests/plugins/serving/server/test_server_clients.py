@@ -114,9 +114,7 @@ def test_every_script_runs():
 def test_a_client_gets_what_a_scripted_model_writes(client, scripted):
     script, command = client
     report = run_script(command, scripted.url, list(EXPECTED), 300)
-    assert report == {
-        way: {kind: EXPECTED[kind] for kind in kinds.split()} for way, kinds in CLIENTS[script].items()
-    }
+    assert report == {way: {kind: EXPECTED[kind] for kind in kinds.split()} for way, kinds in CLIENTS[script].items()}
 
 
 def test_a_client_gets_text_and_valid_json_from_any_model(client, trained):

@@ -29,7 +29,7 @@ def tokenizer(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_guidellm_measures_every_request(path, tokenizer, tmp_path, pytestconfig):
     python = python_environment(Path(pytestconfig.cache.mkdir("clients")), REQUIREMENTS)
     report = tmp_path / "report.json"

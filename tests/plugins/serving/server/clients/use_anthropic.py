@@ -1,7 +1,19 @@
 """The library `anthropic`: messages."""
 
 import anthropic
-from weather import JSON_LIMIT, MODEL, PARAMETERS, QUESTION, TEXT_LIMIT, URL, USER, Weather, get_weather, last_call, report
+from weather import (
+    JSON_LIMIT,
+    MODEL,
+    PARAMETERS,
+    QUESTION,
+    TEXT_LIMIT,
+    URL,
+    USER,
+    Weather,
+    get_weather,
+    last_call,
+    report,
+)
 
 client = anthropic.Anthropic(base_url=URL, api_key="any")
 TOOL = {"name": "get_weather", "description": "Weather.", "input_schema": PARAMETERS}

@@ -23,7 +23,11 @@ def tool():
     first = ask(tools=[TOOL])
     (call,) = first.tool_calls
     function = {"name": call.function.name, "arguments": call.function.arguments}
-    sent = {"role": "assistant", "content": first.content, "tool_calls": [{"id": call.id, "type": "function", "function": function}]}
+    sent = {
+        "role": "assistant",
+        "content": first.content,
+        "tool_calls": [{"id": call.id, "type": "function", "function": function}],
+    }
     result = {"role": "tool", "tool_call_id": call.id, "content": "sun"}
     return [json.loads(call.function.arguments), ask([USER, sent, result], tools=[TOOL]).content]
 

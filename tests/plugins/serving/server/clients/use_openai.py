@@ -20,7 +20,9 @@ def chat_pieces():
 
 
 def chat_stream(messages=(USER,), **fields):
-    with client.chat.completions.stream(model=MODEL, messages=list(messages), max_tokens=TEXT_LIMIT, **fields) as stream:
+    with client.chat.completions.stream(
+        model=MODEL, messages=list(messages), max_tokens=TEXT_LIMIT, **fields
+    ) as stream:
         return stream.get_final_completion().choices[0].message
 
 
