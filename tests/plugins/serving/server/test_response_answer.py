@@ -139,6 +139,13 @@ def test_counting_the_tokens_of_the_input(client, server):
     assert count == ask(client).usage.input_tokens
 
 
+def test_a_benchmark_continues_after_the_end_token(client, server):
+    ask(client, max_output_tokens=3, extra_body={"ignore_eos": True, "stop": None})
+    assert server.engine.seen[-1].sampling.ignore_end
+    ask(client, max_output_tokens=3)
+    assert not server.engine.seen[-1].sampling.ignore_end
+
+
 def test_tool_choices(client, server):
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]}
     assert ask(client, tool_choice=allowed).output[-1].type == "function_call"

@@ -44,6 +44,7 @@ async def create_response(request: HttpRequest) -> HttpResponse:
         temperature=body.temperature,
         top_p=body.top_p,
         user=body.user,
+        ignore_eos=body.ignore_eos,
         response_format=_format(body),
     )
     job = await service.submit(

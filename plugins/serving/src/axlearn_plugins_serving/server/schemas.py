@@ -357,6 +357,7 @@ class ResponseRequest(ResponseInput):
     Attributes:
         store: Whether to store the response, so that `previous_response_id` can continue it.
         background: Whether to return at once and to compute the response later. Needs `store`.
+        ignore_eos: Whether to continue after the end token (an extension, for benchmarks).
     """
 
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -369,6 +370,7 @@ class ResponseRequest(ResponseInput):
     user: Annotated[str, Field(max_length=256)] | None = None
     store: bool | None = None
     background: bool | None = None
+    ignore_eos: bool = False
     metadata: Metadata | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     safety_identifier: str | None = None
