@@ -27,6 +27,9 @@ def server(tmp_path_factory):
         yield server
 
 
+HUGE = {"enum": ["a" * 70_000]}
+
+
 def post(server, path="/v1/messages", **fields):
     body = {"max_tokens": 200, "messages": [USER], **fields}
     return httpx.post(server.url + path, json=body)
@@ -80,8 +83,12 @@ def test_errors_have_the_form_of_the_api(server):
     for fields, says in (
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "reads only text"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, "no tools"),
-        ({"tool_choice": {"type": "auto", "name": "x"}}, "a name goes with"),
+        ({"tool_choice": {"type": "auto", "name": "x"}}, "name is required"),
         ({"model": "gpt"}, "unknown model"),
+        ({"tool_choice": {"type": "tool", "name": ""}, "tools": [TOOL]}, "at least 1 character"),
+        ({"messages": [{"role": "assistant", "content": []}]}, "the message is empty"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": HUGE}}}, "more than 65536 characters"),
+        ({"messages": [{"role": "user", "content": [{"type": "mcp"}]}]}, "blocks of the type 'mcp' are not supported"),
     ):
         refused = post(server, **fields)
         assert refused.status_code in (400, 404)
@@ -109,3 +116,28 @@ def test_an_answer_in_json(server):
         server, thinking={"type": "disabled"}, output_config={"format": {"type": "json_schema", "schema": schema}}
     ).json()
     assert json.loads(answer["content"][-1]["text"]) in ("yes", "no")
+
+
+@pytest.mark.parametrize("arguments", ['{"days": 1e999}', '{"city": "\\ud83d"}'])
+def test_arguments_that_json_cannot_express_are_left_out(tmp_path, arguments):
+    output = f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
+    with serving(
+        FakeEngine(script=list(output.encode()), max_context=4096), template=hermes_template(tmp_path)
+    ) as server:
+        answer = post(server, tools=[TOOL])
+        assert answer.status_code == 200
+        assert answer.json()["content"][-1].get("input", {}) == {}
+
+
+def test_what_only_other_servers_read_is_ignored(server):
+    blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "Hm."}]
+    messages = [USER, {"role": "assistant", "content": blocks}, USER]
+    answer = post(server, messages=messages, context_management={"edits": []}, tools=[{**TOOL, "defer_loading": True}])
+    assert answer.status_code == 200
+    assert "Hm." in prompt_of(server.engine.seen[-1])
+
+
+@pytest.mark.parametrize("prefill", ["<", "end", "i", "|", "Hm"])
+def test_the_last_message_of_the_assistant_is_continued(server, prefill):
+    assert post(server, messages=[USER, {"role": "assistant", "content": prefill}]).status_code == 200
+    assert prompt_of(server.engine.seen[-1]).endswith(f"Weather?<|assistant|>{prefill}")

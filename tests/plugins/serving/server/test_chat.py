@@ -251,3 +251,22 @@ def test_the_channels_of_harmony(harmony):
     for fields in ({}, {"thinking_token_budget": 1}):
         message = post(harmony, "json!", response_format=SCHEMA, **fields)["message"]
         assert json.loads(message["content"]) in ("yes", "no")
+
+
+def test_only_the_first_call_is_returned_if_calls_are_not_parallel(tmp_path):
+    with serving(
+        FakeEngine(script=list((CALL + CALL).encode()), max_context=4096), template=hermes_template(tmp_path)
+    ) as server:
+        assert len(post(server, "a", tools=[WEATHER])["message"]["tool_calls"]) == 2
+        assert len(post(server, "a", tools=[WEATHER], parallel_tool_calls=False)["message"]["tool_calls"]) == 1
+
+
+def test_fields_that_change_nothing_are_accepted(server):
+    fields = {
+        "store": True,
+        "functions": [],
+        "length_penalty": 1.0,
+        "use_beam_search": False,
+        "reasoning_effort": "medium",
+    }
+    assert post(server, "a", cache_prompt=True, request_id="x", documents=[], **fields)["finish_reason"] == "stop"

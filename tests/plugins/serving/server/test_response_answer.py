@@ -107,7 +107,7 @@ def test_a_stored_response_is_continued(client, server):
     prompt = prompt_of(server.engine.seen[-1])
     assert "Be brief." not in prompt  # instructions apply to one response
     assert "<|user|>Weather?<|assistant|><think>Hm.</think>One moment.<tool_call>" in prompt
-    third = client.responses.create(model="tiny", input="And now?", previous_response_id=second.id)
+    third = client.responses.create(model="tiny", input="And now?", previous_response_id=second.id, store=False)
     assert "Sunny.<|user|>And now?" in prompt_of(server.engine.seen[-1])
     assert client.responses.retrieve(first.id).output[0].content[0].text == "Hm."
     assert client.responses.input_items.list(second.id).data[0].output == "sun"

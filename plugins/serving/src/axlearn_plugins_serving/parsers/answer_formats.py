@@ -108,6 +108,10 @@ class ReasoningFormat:
         """Return True if models with this chat template reason in this format."""
         raise NotImplementedError
 
+    def is_inside(self, prompt: str) -> bool:
+        """Return True if the output that follows `prompt` begins inside of the reasoning."""
+        return bool(self.start) and prompt.rstrip().endswith(self.start.rstrip())
+
     def new(self, prompt: str) -> Parser:
         """Return a parser for the output that follows `prompt`.
 

@@ -1,8 +1,8 @@
-"""`Chain`: a parser that passes the text of one parser to the next."""
+"""Parsers that combine and limit other parsers."""
 
 from collections.abc import Sequence
 
-from axlearn_plugins_serving.parsers.answer_formats import Parser, Piece, Text
+from axlearn_plugins_serving.parsers.answer_formats import CallArguments, CallStart, Parser, Piece, Text
 
 
 class Chain:
@@ -35,3 +35,25 @@ class Chain:
                 passed += parser.push(piece.text) if isinstance(piece, Text) else [piece]
             pieces = passed
         return [piece for piece in pieces if not isinstance(piece, Text) or piece.text]
+
+
+class FirstCall:
+    """A parser that leaves out the calls after the first one, for requests that allow only one.
+
+    Args:
+        parser: Parser of the output.
+    """
+
+    def __init__(self, parser: Parser):
+        self._parser = parser
+
+    def push(self, text: str) -> list[Piece]:
+        """See `Parser.push`."""
+        return self._select(self._parser.push(text))
+
+    def end(self) -> list[Piece]:
+        """See `Parser.end`."""
+        return self._select(self._parser.end())
+
+    def _select(self, pieces: Sequence[Piece]) -> list[Piece]:
+        return [piece for piece in pieces if not isinstance(piece, CallStart | CallArguments) or piece.index == 0]

@@ -69,10 +69,14 @@ class HarmonyReasoning(ReasoningFormat):
         """See `ReasoningFormat.matches`."""
         return is_harmony(template)
 
+    def is_inside(self, prompt: str) -> bool:
+        """See `ReasoningFormat.is_inside`."""
+        inside = prompt.rpartition(START)[2].partition(self.start)
+        return bool(inside[1]) and END not in inside[2]
+
     def new(self, prompt: str) -> Parser:
         """See `ReasoningFormat.new`."""
-        inside = prompt.rpartition(START)[2].partition(self.start)
-        begun = bool(inside[1]) and END not in inside[2]
+        begun = self.is_inside(prompt)
         return StreamParser(lambda stream: self._read(stream, begun))
 
     def _read(self, stream: AnswerStream, begun: bool) -> Steps[None]:

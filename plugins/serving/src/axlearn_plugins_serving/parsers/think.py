@@ -28,10 +28,11 @@ class MarkedReasoning(ReasoningFormat):
 
     def new(self, prompt: str) -> Parser:
         """See `ReasoningFormat.new`."""
-        begun = self._is_inside(prompt)
+        begun = self.is_inside(prompt)
         return StreamParser(lambda stream: self._read(stream, begun))
 
-    def _is_inside(self, prompt: str) -> bool:
+    def is_inside(self, prompt: str) -> bool:
+        """See `ReasoningFormat.is_inside`."""
         _, start, after = prompt.rpartition(self.start.rstrip())
         return bool(start) and self.stop not in after and not _TURN.search(after)
 

@@ -1,11 +1,11 @@
 """`AnswerReader`: splits the answers to a conversation into reasoning, text and tool calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import attrs
 
 from axlearn_plugins_serving.parsers.answer_formats import Parser, ReasoningFormat, ToolFormat
-from axlearn_plugins_serving.parsers.chain import Chain
+from axlearn_plugins_serving.parsers.chain import Chain, FirstCall
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.conversation import Conversation, ToolUse
 from axlearn_plugins_serving.server.forced_calls import ForcedCallParser
@@ -61,13 +61,15 @@ class AnswerReader:
             parsers.append(self._tools.new(functions, stream=self.stream))
         if self.use.mode == "required":
             parsers.append(ForcedCallParser(self.use))
-        return Chain(parsers) if parsers else None
+        parser = Chain(parsers) if parsers else None
+        return FirstCall(parser) if parser is not None and not self.use.parallel else parser
 
-    def stages(self, encode: Callable[[str], list[int]], *, has_grammar: bool) -> Stages | None:
+    def stages(self, encode: Callable[[str], list[int]], ends: Collection[int], *, has_grammar: bool) -> Stages | None:
         """Return the parts of an answer that a grammar leaves free, or None if there are none.
 
         Args:
             encode: Encodes the spelling of a marker.
+            ends: Tokens that end an output.
             has_grammar: Whether the answer must match a grammar.
         """
         reasoning, tools = self.formats.reasoning, self._tools
@@ -77,12 +79,13 @@ class AnswerReader:
             return Stages(call=call_tokens) if has_grammar and call_tokens else None
         end = self.prompt.rstrip()
         return Stages(
-            reasons=end.endswith(reasoning.start),
+            reasons=reasoning.is_inside(self.prompt),
             opening=() if end.endswith(reasoning.stop) else tuple(encode(reasoning.opening or reasoning.start)),
             closing=tuple(encode(reasoning.closing or reasoning.stop)),
             ending=tuple(encode(reasoning.ending or reasoning.stop)),
             budget=self.budget,
             call=call_tokens,
+            ends=tuple(sorted(ends)) if has_grammar else (),
         )
 
     @property

@@ -16,6 +16,7 @@ from axlearn_plugins_serving.server.anthropic_schemas import (
     MessagesRequest,
     MessageTokensRequest,
     OutputConfig,
+    RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -86,19 +87,24 @@ def _conversation(body: MessageTokensRequest, *, can_reason: bool) -> Conversati
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system)})
-    for message in body.messages:
-        messages += _chat_messages(message)
-    effort = body.output_config.effort if body.output_config is not None and can_reason else None
+    for i, message in enumerate(body.messages):
+        converted = list(_chat_messages(message))
+        if not converted:
+            path = f"messages[{i}].content"
+            raise ApiError(400, f"{path}: the message is empty", param=path)
+        messages += converted
+    effort = body.output_config.effort if body.output_config is not None else None
     effort, budget = "xhigh" if effort == "max" else effort, None
-    if body.thinking is not None and (can_reason or body.thinking.type == "enabled"):
+    if body.thinking is not None:
         effort = {"disabled": "none", "enabled": effort or "medium"}.get(body.thinking.type, effort)
         budget = body.thinking.budget_tokens
     return Conversation(
         messages=messages,
         use=_tools(body),
-        continues=body.messages[-1].role == "assistant",
+        continues=messages[-1]["role"] == "assistant",
         effort=effort,
-        budget=budget,
+        is_effort_optional=True,
+        budget=budget if can_reason else None,
     )
 
 
@@ -136,6 +142,8 @@ def _chat_messages(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
         elif isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
             fields.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, RedactedThinkingBlock):
+            fields.setdefault("content", "")
         elif isinstance(block, ThinkingBlock):
             fields["reasoning_content"] = fields.get("reasoning_content", "") + block.thinking
         else:
@@ -235,8 +243,10 @@ def _block(block: Block, *, empty: bool = False) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Parse the arguments of a call. A call that was cut off has none."""
+    """Parse the arguments of a call. Arguments that were cut off, or that JSON cannot express, are left out."""
     try:
-        return json.loads(text)
-    except ValueError:
+        arguments = json.loads(text)
+        json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
         return {}
+    return arguments

@@ -2,12 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from axlearn_plugins_serving.server.body import Body, TemplatePart
-from axlearn_plugins_serving.server.message_schemas import MessagePart, ToolList
+from axlearn_plugins_serving.server.body import Body
+from axlearn_plugins_serving.server.message_schemas import MessagePart, ToolList, ToolName, check_schema_size
 
+_KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 _MEDIA = ("image", "document", "search_result", "container_upload")
 
 
@@ -23,6 +24,12 @@ class ThinkingBlock(MessagePart):
 
     type: Literal["thinking"]
     thinking: str
+
+
+class RedactedThinkingBlock(MessagePart):
+    """Reasoning that only Anthropic's servers can read. It is left out."""
+
+    type: Literal["redacted_thinking"]
 
 
 class ToolUseBlock(MessagePart):
@@ -44,6 +51,9 @@ def _check_block(block: Any) -> Any:
     if (kind := block.get("type")) in _MEDIA:
         message = "the message has a block of the type '{kind}', but this model reads only text; remove it"
         raise PydanticCustomError("unsupported_content", message, {"kind": kind})
+    if kind not in _KINDS:
+        message = "blocks of the type '{kind}' are not supported; remove them"
+        raise PydanticCustomError("unsupported_item", message, {"kind": str(kind)[:80]})
     return block
 
 
@@ -64,6 +74,7 @@ ContentBlock = Annotated[
     Annotated[
         Annotated[TextBlock, Tag("text")]
         | Annotated[ThinkingBlock, Tag("thinking")]
+        | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
         | Annotated[ToolUseBlock, Tag("tool_use")]
         | Annotated[ToolResultBlock, Tag("tool_result")],
         Discriminator(_block_kind),
@@ -79,16 +90,14 @@ class AnthropicMessage(MessagePart):
     content: str | Annotated[list[ContentBlock], Field(max_length=4096, fail_fast=True)]
 
 
-class AnthropicTool(TemplatePart):
+class AnthropicTool(MessagePart):
     """A tool. Tools that Anthropic's servers run, such as `web_search`, are not supported."""
 
     type: Literal["custom"] = "custom"
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: dict[str, Any] | None = None
-    eager_input_streaming: bool | None = None
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -100,13 +109,13 @@ class AnthropicToolChoice(Body):
     """How the model may use the tools."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    name: ToolName | None = None
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
     def _check_name(self) -> "AnthropicToolChoice":
         if (self.type == "tool") != (self.name is not None):
-            raise ValueError("a name goes with the type tool, and only with it")
+            raise ValueError("name is required if type is tool, and not allowed otherwise")
         return self
 
 
@@ -122,7 +131,7 @@ class OutputFormat(Body):
     """JSON that matches a schema."""
 
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: Annotated[dict[str, Any], AfterValidator(check_schema_size)] = Field(alias="schema")
 
 
 class OutputConfig(Body):
@@ -157,13 +166,14 @@ class MessageTokensRequest(Body):
     output_config: OutputConfig | None = None
     thread: Thread | None = None
     cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
 
 
 class MessagesRequest(MessageTokensRequest):
     """`POST /v1/messages`.
 
-    Ignores `service_tier` and `cache_control`: prefixes are always cached. A `thread` is never continued, so clients send the whole
-    conversation.
+    Ignores `service_tier`, `context_management` and `cache_control`: prefixes are always cached. A `thread` is never continued, so
+    clients send the whole conversation.
     """
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]

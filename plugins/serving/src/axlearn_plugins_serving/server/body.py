@@ -11,17 +11,25 @@ _MAX_UNKNOWN = 64
 class Body(BaseModel):
     """A request body with strict types, finite numbers and no unknown fields.
 
-    Null fields count as absent.
+    Null fields count as absent, and so do empty lists in unknown fields.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @classmethod
+    def _aliases(cls) -> frozenset[str]:
+        return frozenset(field.alias for field in cls.model_fields.values() if field.alias)
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        present = {name: value for name, value in fields.items() if value is not None}
+        present = {
+            name: value
+            for name, value in fields.items()
+            if value is not None and (value != [] or name in cls.model_fields or name in cls._aliases())
+        }
         if len(present) > len(cls.model_fields) + _MAX_UNKNOWN:
             raise PydanticCustomError(
                 "too_many_fields", "{count} fields, most of them unknown", {"count": len(present)}

@@ -66,6 +66,7 @@ def tokenize_conversation(body: TokenizeRequest) -> Conversation:
         use=choose_tools([tool.sent for tool in body.tools or ()], None, None),
         options=body.chat_template_kwargs or {},
         prompt=body.add_generation_prompt,
+        continues=body.continue_final_message,
     )
 
 
@@ -105,7 +106,8 @@ class _Answers:
                     yield self._event(index, {**head, **each}, report, tokens=tokens, prompt=prompt)
                     tokens = pending[index] = _Tokens()
                 if delta.finish:
-                    yield self._event(index, {}, report, finish=delta.finish)
+                    rest = tokens if tokens.ids or tokens.scored else None
+                    yield self._event(index, {}, report, tokens=rest, finish=delta.finish)
         if report.last:
             chunk = {**self.head, "object": "chat.completion.chunk", "choices": []}
             yield event({**chunk, "usage": self.job.usage.as_json()})

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_plugins_serving.server.api_errors import ApiError
@@ -15,6 +15,10 @@ from axlearn_plugins_serving.server.staged_constraint import StagedConstraint, S
 from axlearn_plugins_serving.server.structured_outputs import JSON_OPTIONS, GrammarSource
 from axlearn_plugins_transformer.text.decoding import HasTokenizerJson
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
+
+_LIMITS = LLParserLimits(max_items_in_row=200, step_max_items=5_000, step_lexer_fuel=100_000)
+"""Limits on the work for one token, so that an ambiguous grammar fails instead of delaying other requests. A JSON schema needs
+fewer than 100 items in a row."""
 
 
 class _Vocabulary:
@@ -108,7 +112,7 @@ class Grammars:
         Raises:
             ApiError: 400 if the grammar cannot be satisfied.
         """
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _grammar_error(matcher.get_error(), param)
         return GrammarConstraint(matcher, self._words, grammar)
@@ -128,7 +132,7 @@ class Grammars:
             if source.kind == "json":
                 return self.new(json.loads(value) if isinstance(value, str) else value, param=param)
             grammar = grammar_from(source.kind, value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _grammar_error(str(error), param) from None
         return self.constrain(grammar, param=param)
 

@@ -42,6 +42,7 @@ class Conversation:
         prompt: Whether to append the beginning of the assistant's answer.
         continues: Whether to continue the last message instead of answering it.
         effort: How much the model should reason. None leaves it to the template.
+        is_effort_optional: Whether to ignore `effort` if the template cannot change the reasoning.
         budget: Maximum number of tokens of the reasoning.
         param: Name of the messages in errors.
     """
@@ -52,6 +53,7 @@ class Conversation:
     prompt: bool = True
     continues: bool = False
     effort: str | None = None
+    is_effort_optional: bool = False
     budget: int | None = None
     param: str = "messages"
 

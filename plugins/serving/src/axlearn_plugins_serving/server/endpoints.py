@@ -94,7 +94,8 @@ async def tokenize(request: HttpRequest) -> Response:
     body = await read_json(TokenizeRequest, request)
     service.adapter(body.model)
     if body.prompt is not None:
-        (tokens,) = await service.encode([body.prompt], limited=False)
+        with_special = body.add_special_tokens is not False
+        (tokens,) = await service.encode([body.prompt], limited=False, with_special=with_special)
     else:
         conversation = tokenize_conversation(body)
         tokens = (await service.render(conversation, len(await request.body()), limited=False)).tokens

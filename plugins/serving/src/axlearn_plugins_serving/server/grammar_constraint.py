@@ -19,10 +19,21 @@ class GrammarConstraint:
         return GrammarConstraint(self._matcher.deep_copy(), self._words, self.grammar)
 
     def mask(self) -> np.ndarray:
-        """See `axlearn_plugins_serving.contracts.Constraint`."""
+        """See `axlearn_plugins_serving.contracts.Constraint`.
+
+        Raises:
+            ValueError: The grammar is too ambiguous for the library's limits.
+        """
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        self._check()
         return np.pad(mask, (0, self._words - len(mask))) if len(mask) < self._words else mask[: self._words]
 
     def accept(self, token: int) -> bool:
         """See `axlearn_plugins_serving.contracts.Constraint`."""
-        return not self._matcher.consume_token(token) or self._matcher.is_stopped()
+        self._matcher.consume_token(token)
+        self._check()
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error())

@@ -145,10 +145,11 @@ class LimitRequests:
         keys = self._limits.api_keys
         if not keys or path in OPEN_PATHS:
             return
-        key_sent = (headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")).encode()
-        equal = [
-            hmac.compare_digest(key_sent, key.encode()) for key in keys
-        ]  # with all, so that the time tells nothing
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        sent = [headers.get("x-api-key", ""), bearer if scheme.lower() == "bearer" else scheme]
+        equal = [  # with all, so that the time tells nothing
+            hmac.compare_digest(key_sent.encode(), key.encode()) for key_sent in sent for key in keys
+        ]
         if not any(equal):
             raise ApiError(
                 401,

@@ -19,6 +19,9 @@ from axlearn_plugins_serving.server.body import Body, TemplatePart
 from axlearn_plugins_serving.server.early_checks import exceeds
 from axlearn_plugins_transformer.text.messages import REASONING, TEXT_PARTS
 
+MAX_TOOL_COUNT = 512
+MAX_SCHEMA = 64 * 1024
+"""Maximum number of characters in a JSON schema."""
 MAX_TOOLS = 512 * 1024
 """Maximum number of characters in the parameters of a request's tools, as JSON."""
 _MEDIA = ("image", "audio", "video", "file")
@@ -169,10 +172,13 @@ class Message(MessagePart):
 assert set(REASONING) <= set(Message.model_fields)
 
 
+ToolName = Annotated[str, Field(min_length=1, max_length=128)]
+
+
 class FunctionDefinition(TemplatePart):
     """A function that the model may call."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -188,7 +194,7 @@ class Tool(TemplatePart):
 class FunctionName(Body):
     """The name of a tool."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: ToolName
 
 
 class NamedTool(Body):
@@ -202,7 +208,7 @@ class AllowedToolList(Body):
     """The tools that the model may call, and whether it must call one."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128, fail_fast=True)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOL_COUNT, fail_fast=True)]
 
 
 class AllowedTools(Body):
@@ -215,6 +221,14 @@ class AllowedTools(Body):
 def function_of(tool: Any) -> FunctionDefinition:
     """Return the function of a tool, whether it is nested or not."""
     return tool.function if isinstance(tool, Tool) else tool
+
+
+def check_schema_size(schema: dict[str, Any]) -> dict[str, Any]:
+    """Reject a JSON schema that is too large."""
+    if exceeds(schema, MAX_SCHEMA):
+        message = "the JSON schema cannot be used: it has more than {limit} characters"
+        raise PydanticCustomError("invalid_json_schema", message, {"limit": MAX_SCHEMA})
+    return schema
 
 
 def _check_tools(tools: list[Any]) -> list[Any]:
@@ -235,4 +249,4 @@ def _check_tools(tools: list[Any]) -> list[Any]:
 
 
 T = TypeVar("T")
-ToolList = Annotated[list[T], Field(max_length=128, fail_fast=True), AfterValidator(_check_tools)]
+ToolList = Annotated[list[T], Field(max_length=MAX_TOOL_COUNT, fail_fast=True), AfterValidator(_check_tools)]

@@ -15,17 +15,19 @@ from pydantic import (
     Field,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from axlearn_plugins_serving.server.body import Body
 from axlearn_plugins_serving.server.early_checks import MAX_ENTRIES, check_context, check_entries, exceeds
 from axlearn_plugins_serving.server.message_schemas import (
+    MAX_SCHEMA,
     AllowedTools,
     FunctionDefinition,
     Message,
     NamedTool,
     Tool,
     ToolList,
+    ToolName,
+    check_schema_size,
 )
 from axlearn_plugins_serving.server.response_items import Item
 from axlearn_plugins_serving.server.structured_outputs import GrammarSource, GrammarText, StructuredOutputs
@@ -35,8 +37,6 @@ MAX_LOGPROBS = 20
 MAX_TEXTS = 2048
 """Maximum number of texts to embed in one request, as in OpenAI's API."""
 MAX_BAD_WORDS = 128
-MAX_SCHEMA = 64 * 1024
-"""Maximum number of characters in a JSON schema."""
 _TOKEN = r"^(0|[1-9][0-9]{0,8})$"
 
 
@@ -70,7 +70,7 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: bool = False  # without effect
 
 
 class JsonSchema(Body):
@@ -110,12 +110,10 @@ class JsonSchemaFormat(Body):
 
 def _check_schema(format: Any) -> Any:
     schema = format.json_schema if isinstance(format, JsonSchemaFormat) else format
-    if isinstance(schema, (JsonSchema, JsonObjectFormat)) and exceeds(schema.schema_, MAX_SCHEMA):
-        raise PydanticCustomError(
-            "invalid_json_schema",
-            "the JSON schema cannot be used: it has more than {limit} characters",
-            {"limit": MAX_SCHEMA},
-        )
+    value = schema.json_schema if isinstance(schema, JsonObjectFormat) else None
+    value = schema.schema_ if isinstance(schema, JsonSchema) else value
+    if value is not None:
+        check_schema_size(value)
     return format
 
 
@@ -130,6 +128,9 @@ class SamplingFields(Body):
     Extensions of the OpenAI API: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `bad_words`, `ignore_eos`, `stop_token_ids`,
     `include_stop_str_in_output`, `skip_special_tokens`, `prompt_logprobs`, `return_token_ids`, `structured_outputs` and `priority`
     as in vLLM, and `json_schema` and `grammar` as in llama.cpp.
+
+    Accepts `length_penalty` 1, `use_beam_search` false and `cache_prompt` true, because they describe what the server does, and
+    ignores `request_id`: send the header `X-Request-Id` instead.
 
     Attributes:
         user: Name of the user. Waiting users of the same priority take turns.
@@ -169,6 +170,10 @@ class SamplingFields(Body):
     structured_outputs: StructuredOutputs | None = None
     json_schema: dict[str, Any] | None = None
     grammar: GrammarText | None = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None  # other values need beam search
+    use_beam_search: Literal[False] | None = None
+    cache_prompt: Literal[True] | None = None
+    request_id: Annotated[str, Field(max_length=256)] | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
@@ -234,7 +239,7 @@ class CompletionRequest(SamplingFields):
 class ChatRequest(SamplingFields):
     """`POST /v1/chat/completions`.
 
-    Ignores `metadata`, `service_tier`, `safety_identifier`, `prompt_cache_key` and `prompt_cache_retention`.
+    Ignores `store`, `metadata`, `service_tier`, `safety_identifier`, `prompt_cache_key` and `prompt_cache_retention`.
 
     Extensions of the OpenAI API: `include_reasoning`, `thinking_token_budget`, `chat_template_kwargs`, `add_generation_prompt`,
     `continue_final_message`.
@@ -261,9 +266,9 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     modalities: list[Literal["text"]] | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -309,7 +314,7 @@ class ResponseToolName(Body):
     """A tool choice that requires a call to one tool."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: ToolName
 
 
 class ResponseAllowedTools(Body):
@@ -328,7 +333,16 @@ class ReasoningOptions(Body):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class ResponseInput(Body):
@@ -352,10 +366,11 @@ class ResponseRequest(ResponseInput):
     """`POST /v1/responses`.
 
     Ignores `metadata` except for returning it, `service_tier`, `safety_identifier`, `prompt_cache_key` and
-    `prompt_cache_retention`. `reasoning.encrypted_content` in `include` has no effect: the reasoning is returned as text.
+    `prompt_cache_retention`. `include` only affects log-probabilities: the reasoning is always returned as text, and the other
+    values belong to tools that this server does not have.
 
     Attributes:
-        store: Whether to store the response, so that `previous_response_id` can continue it.
+        store: Whether to store the response, so that `previous_response_id` can continue it (default: true, as in OpenAI's API).
         background: Whether to return at once and to compute the response later. Needs `store`.
         ignore_eos: Whether to continue after the end token (an extension, for benchmarks).
     """
@@ -368,7 +383,7 @@ class ResponseRequest(ResponseInput):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
-    store: bool | None = None
+    store: bool = True
     background: bool | None = None
     ignore_eos: bool = False
     metadata: Metadata | None = None
@@ -380,7 +395,7 @@ class ResponseRequest(ResponseInput):
     @model_validator(mode="after")
     def _check_background(self) -> "ResponseRequest":
         if self.background and (not self.store or self.stream):
-            raise ValueError("a background response needs store to be true and stream to be false")
+            raise ValueError("background: true does not support store: false or stream: true")
         return self
 
 
@@ -429,6 +444,10 @@ class TokenizeRequest(Body):
     """`POST /tokenize`.
 
     The input is text, or a conversation with tools that the chat template renders.
+
+    Attributes:
+        add_special_tokens: Whether to add the tokenizer's BOS token to a prompt (default: true). For conversations, the chat
+            template writes the special tokens.
     """
 
     model: str | None = None
@@ -437,6 +456,8 @@ class TokenizeRequest(Body):
     tools: ToolList[Tool] | None = None
     chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -445,6 +466,10 @@ class TokenizeRequest(Body):
             raise ValueError("pass either prompt or messages")
         if self.tools is not None and self.messages is None:
             raise ValueError("tools need messages: omit tools if there is a prompt")
+        if self.add_special_tokens and self.messages is not None:
+            raise ValueError(
+                "add_special_tokens needs a prompt: the chat template writes the special tokens of messages"
+            )
         return self
 
 

@@ -132,13 +132,14 @@ class Service:
         """Return the model's name in the response to a request for `model`: an adapter, or the served model's first name."""
         return self.adapter(model) or self.name
 
-    async def encode(self, texts: Sequence[str], *, limited: bool = True) -> list[list[int]]:
+    async def encode(self, texts: Sequence[str], *, limited: bool = True, with_special: bool = True) -> list[list[int]]:
         """Encode texts as prompts, with the tokenizer's prefix.
 
         Args:
             texts: Prompts.
             limited: Whether to reject texts that cannot fit into the context. If False, only texts longer than `COUNTED`
                 characters are rejected.
+            with_special: Whether to add the tokenizer's BOS token.
 
         Raises:
             ApiError: 400 if a text is too long.
@@ -149,7 +150,7 @@ class Service:
                 self.text_limit.check(text, "prompt", allowed=0 if limited else COUNTED)
             prompts = []
             for text in texts:
-                prompts.append(self.text.encode_prompt(text))
+                prompts.append(self.text.encode_prompt(text) if with_special else self.text.encode_marker(text))
                 if limited:
                     self.text_limit.check_tokens(len(prompts[-1]), "prompt")  # fail before tokenizing any other text
             return prompts
@@ -290,7 +291,7 @@ class Service:
         elif isinstance(format, (JsonObjectFormat, JsonSchemaFormat)):
             schema = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else format.json_schema
             grammar = await asyncio.to_thread(self.grammars.new, schema)
-        stages = reader.stages(self.text.encode_marker, has_grammar=grammar is not None)
+        stages = reader.stages(self.text.encode_marker, self.text.end_tokens, has_grammar=grammar is not None)
         return grammar if stages is None else self.grammars.stage(stages, grammar)
 
     def _bad_tokens(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -22,6 +22,7 @@ class Stages:
         ending: Tokens that end the reasoning and begin the answer. They end with `closing`.
         budget: Maximum number of tokens of the reasoning. After them, `ending` is forced. None sets no limit.
         call: Tokens of the text that begins a tool call; empty if the model may not call tools. After them, any token is allowed.
+        ends: Tokens that end an output. The reasoning must not end with one of them, since the answer would be missing.
     """
 
     reasons: bool = False
@@ -30,6 +31,7 @@ class Stages:
     ending: tuple[int, ...] = ()
     budget: int | None = None
     call: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Stages":
@@ -75,7 +77,8 @@ class StagedConstraint:
         if self._stage == "reasoning" and self._is_over_budget:
             return self._allow({self._stages.ending[self._forced]})
         if self._stage in ("reasoning", "free") or self._grammar is None:
-            return np.full(self._words, 0xFFFFFFFF, np.uint32)
+            mask = np.full(self._words, 0xFFFFFFFF, np.uint32)
+            return mask & ~self._allow(self._stages.ends) if self._stage == "reasoning" else mask
         mask = self._grammar.mask()
         return mask | self._allow(self._next_of_markers()) if self._stage == "begin" else mask
 

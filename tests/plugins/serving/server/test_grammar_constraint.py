@@ -1,0 +1,31 @@
+"""Grammars that need too much work fail instead of delaying other requests."""
+
+import pytest
+
+from axlearn_plugins_serving.server.constraints import Grammars
+from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return Grammars(ByteTokenizer.Config().build(), 257)
+
+
+def test_an_ambiguous_grammar_fails_early(grammars):
+    constraint = grammars.parse_lark('start: a\na: a a | "x" | a a a | ""', "grammar")
+    with pytest.raises(ValueError, match="TooComplex|too|limit"):
+        for _ in range(400):
+            constraint.mask()
+            assert not constraint.accept(ord("x"))
+
+
+def test_large_schemas_stay_within_the_limits(grammars):
+    properties = {
+        f"field{i}": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"enum": [1, 2, i]}}]} for i in range(60)
+    }
+    text = "{" + ", ".join(f'"field{i}": [1, 2, {i}]' for i in range(60)) + "}"
+    constraint = grammars.new({"type": "object", "properties": properties, "required": list(properties)})
+    for token in text.encode()[:-1]:
+        assert constraint.mask()[token // 32] >> (token % 32) & 1
+        assert not constraint.accept(token)
+    assert constraint.accept(ord("}"))
