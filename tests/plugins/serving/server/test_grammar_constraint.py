@@ -11,12 +11,19 @@ def grammars():
     return Grammars(ByteTokenizer.Config().build(), 257)
 
 
+def generate(constraint, text):
+    """Generate a text, and return whether it is complete."""
+    complete = False
+    for token in text.encode():
+        assert constraint.mask()[token // 32] >> (token % 32) & 1
+        complete = constraint.accept(token)
+    return complete
+
+
 def test_an_ambiguous_grammar_fails_early(grammars):
     constraint = grammars.parse_lark('start: a\na: a a | "x" | a a a | ""', "grammar")
-    with pytest.raises(ValueError, match="TooComplex|too|limit"):
-        for _ in range(400):
-            constraint.mask()
-            assert not constraint.accept(ord("x"))
+    with pytest.raises(ValueError, match="Complex"):
+        generate(constraint, "x" * 400)
 
 
 def test_large_schemas_stay_within_the_limits(grammars):
@@ -25,7 +32,4 @@ def test_large_schemas_stay_within_the_limits(grammars):
     }
     text = "{" + ", ".join(f'"field{i}": [1, 2, {i}]' for i in range(60)) + "}"
     constraint = grammars.new({"type": "object", "properties": properties, "required": list(properties)})
-    for token in text.encode()[:-1]:
-        assert constraint.mask()[token // 32] >> (token % 32) & 1
-        assert not constraint.accept(token)
-    assert constraint.accept(ord("}"))
+    assert generate(constraint, text)
