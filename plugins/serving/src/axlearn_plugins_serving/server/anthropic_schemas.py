@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from axlearn_plugins_serving.server.body import Body, TemplatePart
-from axlearn_plugins_serving.server.message_schemas import MessagePart, ToolList
+from axlearn_plugins_serving.server.message_schemas import CallArguments, MessagePart, ToolList
 
 _MEDIA = ("image", "document", "search_result", "container_upload")
 
@@ -31,7 +31,7 @@ class ToolUseBlock(MessagePart):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: CallArguments
 
 
 def _block_kind(block: Any) -> str:
