@@ -38,7 +38,10 @@ from axlearn_plugins_transformer.text.tokenizers import TokenizerJson
 BYTES = 4 * 2**20 - 1024
 LIMIT_MS, LIMIT_MB = 100.0, 100.0
 TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}\n<tool_call>\n{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool_call>{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
@@ -55,7 +58,22 @@ def _chat(message: str, more: str = "") -> tuple[str, str]:
     return "/v1/chat/completions", f'{{"messages": [{message}], "max_tokens": 4{more}}}'
 
 
+def _numbers() -> str:
+    """Return the arguments of a call, with two million numbers."""
+    return f'{{"a": {_items("1")}}}'
+
+
+def _call(arguments: str) -> str:
+    function = json.dumps({"name": "f", "arguments": arguments})
+    return f'{{"role": "assistant", "tool_calls": [{{"id": "c", "type": "function", "function": {function}}}]}}'
+
+
+def _messages(blocks: str) -> tuple[str, str]:
+    return "/v1/messages", f'{{"max_tokens": 4, "messages": [{{"role": "user", "content": {blocks}}}]}}'
+
+
 USER = '{"role": "user", "content": "a"}'
+RESULT = '{"role": "tool", "tool_call_id": "c", "content": "sunny"}'
 KINDS: dict[str, Callable[[], tuple[str, str]]] = {
     "chat": lambda: _chat(json.dumps({"role": "user", "content": _repeat("def f(x): return x + 1; ")[: BYTES - 200]})),
     "completion": lambda: ("/v1/completions", json.dumps({"prompt": _repeat("hello world ")})),
@@ -75,6 +93,18 @@ KINDS: dict[str, Callable[[], tuple[str, str]]] = {
         + "}}}",
     ),
     "unknown": lambda: ("/v1/completions", json.dumps({"prompt": "a"} | {f"f{i}": 1 for i in range(300_000)})),
+    "arguments": lambda: _chat(_call(_numbers())),
+    "text-arguments": lambda: _chat(_call(json.dumps({"a": _repeat("hello world ")}))),
+    "history": lambda: _chat(_repeat(f"{USER}, {_call('{}')}, {RESULT}, ") + USER),
+    "result": lambda: _chat(f"{_call('{}')}, {RESULT.replace('sunny', _repeat('sunny '))}"),
+    "messages": lambda: _messages(json.dumps(_repeat("hello world "))),
+    "blocks": lambda: _messages(_items('{"type": "tool_result", "tool_use_id": "c", "content": "a"}')),
+    "stored": lambda: ("/v1/responses", json.dumps({"input": _repeat("hello world "), "store": True})),
+    "calls": lambda: (
+        "/v1/responses",
+        json.dumps({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": _numbers()}]}),
+    ),
+    "embeddings": lambda: ("/v1/embeddings", json.dumps({"input": _repeat("hello world ")})),
     "tokenize": lambda: ("/tokenize", json.dumps({"prompt": _repeat("hello world ")})),
 }
 
@@ -180,18 +210,23 @@ async def measured(sender: Executor, url: str, pid: int, kind: str, count: int, 
     }  # fmt: skip
 
 
-def write_model(directory: Path) -> None:
-    """Write a tiny random Llama in Hugging Face format, with the tokenizer `python-2k` and a chat template."""
+def write_model(directory: Path, size: str = "toy") -> None:
+    """Write a random Llama in Hugging Face format, with the tokenizer `python-2k` and a chat template that shows tools.
+
+    Args:
+        directory: Directory of the model, which does not exist yet.
+        size: Name of the size, of `SIZES`.
+    """
     tokenizer = TokenizerJson.Config(builtin="python-2k").build()
-    size = attrs.evolve(SIZES["toy"], vocabulary=tokenizer.vocab_size, context=131_072)
+    llama = attrs.evolve(SIZES[size], vocabulary=tokenizer.vocab_size, context=131_072)
     directory.mkdir(parents=True)
-    write_weights(size, directory)
+    write_weights(llama, directory)
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": size.vocabulary, "hidden_size": size.width,
-        "intermediate_size": size.hidden, "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads, "head_dim": size.width // size.heads, "max_position_embeddings": size.context,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": llama.vocabulary, "hidden_size": llama.width,
+        "intermediate_size": llama.hidden, "num_hidden_layers": llama.layers, "num_attention_heads": llama.heads,
+        "num_key_value_heads": llama.kv_heads, "head_dim": llama.width // llama.heads, "max_position_embeddings": llama.context,
         "tie_word_embeddings": False, "eos_token_id": tokenizer.eos_id, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-        "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "dtype": size.dtype,
+        "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "dtype": llama.dtype,
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config))
     source = importlib.resources.files("axlearn_plugins_transformer.text").joinpath("python-2k.json")
@@ -231,6 +266,7 @@ def main() -> None:
         write_model(path)
         command = [args.python, "-m", "axlearn_core", "serve", str(path), "--port", "{port}"]
         settings = {"max_context": args.context, "max_rows": 4, "row_buckets": "[]", "chunk_buckets": "[]"}
+        settings |= {"pooling": "last"}  # for `/v1/embeddings`
         for name, value in settings.items():
             command += ["--set", f"serving.runner.{name}={value}"]
         with (

@@ -10,7 +10,14 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from axlearn_plugins_serving.server import body_check, memory_return, message_schemas, schemas, text_pool
+from axlearn_plugins_serving.server import (
+    anthropic_schemas,
+    body_check,
+    memory_return,
+    message_schemas,
+    schemas,
+    text_pool,
+)
 from axlearn_plugins_serving.server.api_errors import ApiError, parse_body
 from axlearn_plugins_serving.server.body_check import BodyCheck, count_values
 from axlearn_plugins_serving.server.limits import ServerLimits
@@ -198,6 +205,26 @@ def test_tools_that_take_long_to_write_are_refused(count, numbers):
         ) as caught:
             parse_body(model, json.dumps(body).encode())
         assert (caught.value.code, caught.value.param) == ("invalid_tools", "tools")
+
+
+def called(arguments):
+    return [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+
+
+@pytest.mark.parametrize("encode", [json.dumps, lambda value: value], ids=["text", "object"])
+def test_calls_with_long_arguments_are_refused(encode):
+    arguments, block = {"a": [1] * 200_000}, {"type": "tool_use", "id": "c", "name": "f"}
+    item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": encode(arguments)}
+    message = {"role": "assistant", "content": [{**block, "input": arguments}]}
+    for model, body in (
+        (schemas.ChatRequest, {"messages": called(encode(arguments))}),
+        (schemas.ResponseRequest, {"input": [item]}),
+        (anthropic_schemas.MessagesRequest, {"max_tokens": 1, "messages": [message]}),
+    ):
+        with pytest.raises(ApiError, match=f"the arguments have more than {message_schemas.MAX_ARGUMENTS} characters"):
+            parse_body(model, json.dumps(body).encode())
+    usual = parse_body(schemas.ChatRequest, json.dumps({"messages": called(encode({"a": "x" * 200_000}))}).encode())
+    assert len(usual.messages[0].tool_calls) == 1
 
 
 def test_many_tools_of_usual_size_are_taken():

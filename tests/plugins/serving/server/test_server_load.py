@@ -11,7 +11,9 @@ import pytest
 from axlearn_plugins_serving.server.limits import ServerLimits
 from axlearn_plugins_serving.server.openapi import document
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
+from support.agent_clients import TRAFFIC, script
 from support.fake_engine import FakeEngine, next_token
+from support.scripted_models import hermes_template
 from support.server_clients import SMALL, leaving, resident, unfinished
 from support.server_thread import serving
 
@@ -48,14 +50,18 @@ async def bad(client, number):
     assert refused.json()["error"]["message"]
 
 
-async def send_all(url, count, seed):
+ALL_CLIENTS = ((good, 45), (good_stream, 40), (bad, 10), (leaving, 4), (unfinished, 1))
+
+
+async def send_all(url, count, seed, clients=ALL_CLIENTS):
     draw = random.Random(seed)
+    kinds, weights = zip(*clients, strict=True)
     limits = httpx.Limits(max_connections=50)
     turns = asyncio.Semaphore(50)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=120, trust_env=False) as client:
 
         async def one(number):
-            kind = draw.choices((good, good_stream, bad, leaving, unfinished), (45, 40, 10, 4, 1))[0]
+            kind = draw.choices(kinds, weights)[0]
             async with turns:
                 await kind(client, number)
 
@@ -81,6 +87,21 @@ def test_thousands_of_requests_of_which_a_tenth_is_wrong():
             if sample.name == "axlearn_responses_total"
         }
         assert statuses <= {200, 400, 404, 413, 415, 499}
+        assert resident() - before < 60, "the memory grows with the requests"
+
+
+@pytest.mark.slow
+def test_conversations_of_agents_leave_nothing_behind(tmp_path):
+    engine = FakeEngine(max_context=4096, blocks=3000, max_running=32, script=script)
+    with serving(engine, template=hermes_template(tmp_path)) as server:
+        asyncio.run(send_all(server.url, 300, 0, TRAFFIC))
+        gc.collect()
+        before = resident()
+        asyncio.run(send_all(server.url, 1500, 1, TRAFFIC))
+        server.wait_until_idle()
+        gc.collect()
+        assert engine.free == engine.blocks
+        assert not server.service.thread._receivers
         assert resident() - before < 60, "the memory grows with the requests"
 
 

@@ -6,7 +6,13 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 from pydantic_core import PydanticCustomError
 
 from axlearn_plugins_serving.server.body import Body
-from axlearn_plugins_serving.server.message_schemas import MessagePart, ToolList, ToolName, check_schema_size
+from axlearn_plugins_serving.server.message_schemas import (
+    CallArguments,
+    MessagePart,
+    ToolList,
+    ToolName,
+    check_schema_size,
+)
 
 _KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 _MEDIA = ("image", "document", "search_result", "container_upload")
@@ -38,7 +44,7 @@ class ToolUseBlock(MessagePart):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: CallArguments
 
 
 def _block_kind(block: Any) -> str:

@@ -19,6 +19,7 @@ _WITHOUT_VALUE = frozenset(
         "too_many_fields",
         "too_many_entries",
         "invalid_json_schema",
+        "invalid_arguments",
         "invalid_tools",
         "unsupported_content",
         "unsupported_item",

@@ -24,6 +24,8 @@ MAX_SCHEMA = 64 * 1024
 """Maximum number of characters in a JSON schema."""
 MAX_TOOLS = 512 * 1024
 """Maximum number of characters in the parameters of a request's tools, as JSON."""
+MAX_ARGUMENTS = 512 * 1024
+"""Maximum number of characters in the arguments of one call, as JSON. Reading more would block other requests."""
 _MEDIA = ("image", "audio", "video", "file")
 _log = logging.getLogger("axlearn.serving")
 _logged: set[str] = set()
@@ -88,6 +90,18 @@ ContentPart = Annotated[TextPart, BeforeValidator(_check_kind)]
 Parts = Annotated[list[ContentPart], Field(max_length=4096, fail_fast=True)]
 
 
+def _check_length(arguments: Any) -> Any:
+    is_long = len(arguments) > MAX_ARGUMENTS if isinstance(arguments, str) else exceeds(arguments, MAX_ARGUMENTS)
+    if is_long:
+        message = "the arguments have more than {limit} characters; shorten them"
+        raise PydanticCustomError("invalid_arguments", message, {"limit": MAX_ARGUMENTS})
+    return arguments
+
+
+CallArguments = Annotated[dict[str, Any], AfterValidator(_check_length)]
+"""The arguments of a call as an object."""
+
+
 class FunctionCall(MessagePart):
     """A call made by the assistant. `arguments` is an object or its JSON text."""
 
@@ -97,6 +111,7 @@ class FunctionCall(MessagePart):
     @field_validator("arguments")
     @classmethod
     def _check_arguments(cls, arguments: Any) -> Any:
+        _check_length(arguments)
         if isinstance(arguments, str) and arguments.strip():
             try:
                 value = json.loads(arguments)
