@@ -56,6 +56,21 @@ def test_every_answer_has_an_id_of_its_own(server):
     assert len({answer.headers["x-request-id"] for answer in answers}) == len(answers)
 
 
+def test_paths_with_parameters_are_counted_by_their_route(server):
+    for path in ("/v1/responses/resp_1", "/llm/v1/responses/resp_2/input_items", "/v1/models/some/name", "/v1/nowhere"):
+        assert httpx.get(server.url + path, headers={"authorization": "Bearer one"}).status_code == 404
+    assert httpx.get(server.url + "/v1/responses/resp_3").status_code == 401  # rejected before it is routed
+    counts = {}
+    for metric in server.service.metrics.responses.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_total"):
+                counts[sample.labels["path"], sample.labels["status"]] = sample.value
+    assert counts["/v1/responses/{id}", "404"] == counts["/v1/responses/{id}", "401"] == 1
+    assert counts["/v1/responses/{id}/input_items", "404"] == counts["/v1/models/{name}", "404"] == 1
+    assert counts["other", "404"] >= 1
+    assert not any("resp_" in path for path, _ in counts)
+
+
 @pytest.mark.parametrize("prefix", ["", "/llm"])
 def test_a_proxy_may_remove_its_prefix_or_not(server, prefix):
     assert post(server, f"{prefix}/v1/completions").status_code == 200

@@ -1,11 +1,14 @@
 """Items, streams, stored and background responses of `/v1/responses`, read by the official client."""
 
 import json
+import sqlite3
 import time
 
 import httpx
 import pytest
 
+from axlearn_plugins_serving.server.response_store import ResponseStore
+from axlearn_plugins_serving.server.text_pool import SHORT
 from support.fake_engine import FakeEngine
 from support.scripted_models import WEATHER, hermes_template, prompt_of
 from support.server_thread import serving
@@ -98,6 +101,47 @@ def test_logprobs_of_the_text(client):
     assert len(logprobs[0].top_logprobs) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_leave_out_the_reasoning_calls_and_markers(client, stream):
+    options = {"top_logprobs": 1, "include": ["message.output_text.logprobs"]}
+    if not stream:
+        message = ask(client, **options).output[1]
+    else:
+        deltas = []
+        with client.responses.create(model="tiny", input="Weather?", tools=[TOOL], stream=True, **options) as events:
+            for event in events:
+                if event.type == "response.output_text.delta":
+                    deltas += event.logprobs
+                elif event.type == "response.completed":
+                    message = event.response.output[1]
+        assert [entry.token for entry in deltas] == list("One moment.")
+        assert deltas[0].top_logprobs
+    part = message.content[0]
+    assert [entry.token for entry in part.logprobs] == list("One moment.") == list(part.text)
+
+
+def test_logprobs_of_text_that_the_parser_held_back(tmp_path):
+    text = "A <tool_calx> é."
+    template = hermes_template(tmp_path)
+    with serving(FakeEngine(script=list(f"\n\n{text}".encode()), max_context=4096), template=template) as server:
+        body = {"input": "a", "tools": [TOOL], "top_logprobs": 0}
+        (message,) = httpx.post(f"{server.url}/v1/responses", json=body).json()["output"]
+    (part,) = message["content"]
+    assert bytes(byte for entry in part["logprobs"] for byte in entry["bytes"]).decode() == part["text"]
+    assert part["text"].endswith(text)
+
+
+def test_a_long_stored_conversation_is_rendered_in_a_thread(client, server, monkeypatch):
+    first = client.responses.create(model="tiny", input="a" * 3000, store=True)
+    sizes, render = [], type(server.service).render
+    monkeypatch.setattr(
+        type(server.service), "render", lambda self, c, size, **o: (sizes.append(size), render(self, c, size, **o))[1]
+    )
+    client.responses.create(model="tiny", input="b", previous_response_id=first.id)
+    client.responses.input_tokens.count(model="tiny", input="b", previous_response_id=first.id)
+    assert min(sizes) > SHORT
+
+
 def test_a_stored_response_is_continued(client, server):
     first = ask(client, instructions="Be brief.", store=True)
     call = first.output[-1]
@@ -122,16 +166,65 @@ def test_a_background_response_is_polled_and_cancelled(client, server):
     assert response.status == "queued"
     for _ in range(500):
         response = client.responses.retrieve(response.id)
-        if response.status != "queued":
+        if response.status not in ("queued", "in_progress"):
             break
         time.sleep(0.02)
     assert (response.status, response.output_text) == ("completed", "Sunny.")
     slow = client.responses.create(model="tiny", input="slow!", background=True, store=True)
+    for _ in range(500):
+        if client.responses.retrieve(slow.id).status == "in_progress":
+            break
+        time.sleep(0.02)
+    assert client.responses.retrieve(slow.id).output == []
     cancelled = client.responses.cancel(slow.id)
     assert cancelled.status == "cancelled"
     server.wait_until_idle()
     refused = httpx.post(f"{server.url}/v1/responses/{ask(client, store=True).id}/cancel")
     assert refused.status_code == 400
+
+
+def test_a_response_that_cannot_be_written_is_returned(client, server, monkeypatch, caplog):
+    def fail(_):
+        raise sqlite3.OperationalError("disk full")
+
+    monkeypatch.setattr(server.service.responses, "put", fail)
+    response = ask(client, "<|tool|>", store=True)
+    assert (response.output_text, response.store) == ("Sunny.", False)
+    assert "disk full" in caplog.text
+    with client.responses.stream(model="tiny", input="<|tool|>", store=True) as stream:
+        assert stream.get_final_response().output_text == "Sunny."
+    refused = httpx.post(f"{server.url}/v1/responses", json={"input": "a", "background": True, "store": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (500, "store")
+    server.wait_until_idle()
+
+
+def test_a_response_that_is_too_large_is_not_stored(client, server, monkeypatch, caplog):
+    monkeypatch.setattr(server.service, "responses", ResponseStore(max_record_bytes=1000))
+    response = ask(client, "<|tool|>", store=True)
+    assert (response.output_text, response.store) == ("Sunny.", False)
+    assert "the server stores at most 1,000" in caplog.text
+    body = {"input": "a" * 1000, "background": True, "store": True}
+    refused = httpx.post(f"{server.url}/v1/responses", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "response_too_large")
+    server.wait_until_idle()
+
+
+def test_a_background_response_with_an_unexpected_error_fails(client, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("axlearn_plugins_serving.server.response_answer.ResponseAnswer._read", fail)
+    response = client.responses.create(model="tiny", input="Hi", background=True, store=True)
+    for _ in range(500):
+        response = client.responses.retrieve(response.id)
+        if response.status == "failed":
+            break
+        time.sleep(0.02)
+    assert response.error.message == "internal server error; see the server's log"
+    assert "RuntimeError: a bug" in caplog.text
+    events = list(client.responses.create(model="tiny", input="Hi", store=True, stream=True))
+    assert events[-1].type == "response.failed"
+    assert client.responses.retrieve(events[-1].response.id).status == "failed"
 
 
 def test_counting_the_tokens_of_the_input(client, server):

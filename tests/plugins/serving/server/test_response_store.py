@@ -1,9 +1,12 @@
 """The bounds, the order and the file of stored responses."""
 
+import json
+import sqlite3
+
 import pytest
 
 from axlearn_core.errors import RequestError
-from axlearn_plugins_serving.server.response_store import ResponseStore, StoredResponse
+from axlearn_plugins_serving.server.response_store import RecordTooLargeError, ResponseStore, StoredResponse
 
 
 def stored(id, text="a"):
@@ -26,7 +29,10 @@ def test_the_size_is_bounded():
     for id in "abcdef":
         store.put(stored(id, "x" * 200))
     assert sum(store.get(id) is not None for id in "abcdef") == 3
-    store.put(stored("huge", "x" * 2000))
+    with pytest.raises(RecordTooLargeError, match=r"2,0.* bytes, and the server stores at most 1,000"):
+        store.put(stored("huge", "x" * 2000))
+    with pytest.raises(RecordTooLargeError):
+        ResponseStore(max_record_bytes=100).put(stored("long", "x" * 100))
     assert store.get("huge") is None
     assert store.get("f") is not None
     assert store.delete("f")
@@ -36,8 +42,27 @@ def test_the_size_is_bounded():
 def test_a_file_outlives_the_server(tmp_path):
     first = ResponseStore(str(tmp_path / "r.sqlite"))
     first.put(stored("a"))
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     first.close()
-    assert ResponseStore(str(tmp_path / "r.sqlite")).get("a") == stored("a")
+    again = ResponseStore(str(tmp_path / "r.sqlite")).get("a")
+    assert again == stored("a")
+    assert again.size == len(json.dumps({"response": again.response, "input": again.input, "messages": []}))
+
+
+def test_unfinished_responses_of_a_stopped_server_have_failed(tmp_path):
+    path = str(tmp_path / "r.sqlite")
+    first = ResponseStore(path)
+    for id in ("queued", "in_progress", "completed"):
+        first.put(StoredResponse({"id": id, "status": id, "error": None}, [], [{"content": "é 0.1"}]))
+    first.close()
+    second = ResponseStore(path)
+    for id in ("queued", "in_progress"):
+        response = second.get(id).response
+        assert (response["status"], response["error"]["message"]) == ("failed", "the server stopped")
+        assert second.get(id).messages == [{"content": "é 0.1"}]
+    assert second.get("completed").response == {"id": "completed", "status": "completed", "error": None}
+    rows = sqlite3.connect(path).execute("SELECT size, record FROM responses").fetchall()
+    assert all(size == len(record.encode()) for size, record in rows)
 
 
 def test_a_file_that_is_not_a_database_is_an_error(tmp_path):

@@ -141,6 +141,7 @@ def test_origins(start, words, origins):
         (["--log-format", "xml"], "--log-format"),
         (["--uds", "socket"], "--uds cannot be combined with --port"),
         (["--replicas", "2", "--otlp-traces-endpoint", "http://a"], "--otlp-traces-endpoint"),
+        (["--replicas", "2", "--response-store", "r.sqlite"], "each replica would have its own store"),
         (["--engine", "vllm", "--root-path", "/a"], "--engine vllm does not support --root-path"),
         (["--engine", "vllm", "--api-key", "a", "--api-key", "b"], "supports one API key"),
     ],

@@ -1,7 +1,7 @@
 """`AnswerStream`: the output that a parser reads and the pieces that it writes.
 
-A parser is a generator function over an `AnswerStream`. It reads as if the whole output was present, and yields when it needs more
-text. `StreamParser` runs such a function as a `Parser`.
+A parser is a generator function over an `AnswerStream`. It reads as if the whole output were already available, and yields when it
+needs more text. `StreamParser` runs such a function as a `Parser`.
 """
 
 import json

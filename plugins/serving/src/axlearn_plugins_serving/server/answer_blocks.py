@@ -45,11 +45,19 @@ class Block:
 
 @attrs.frozen
 class Change:
-    """A change of a block: it was opened, extended by `text`, or closed."""
+    """A change of a block: it was opened, extended by `text`, or closed.
+
+    Attributes:
+        kind: Kind of the change.
+        block: The block.
+        text: The new text.
+        scored: Log-probabilities of the tokens of the new text, if requested.
+    """
 
     kind: Literal["open", "extend", "close"]
     block: Block
     text: str = ""
+    scored: tuple[ScoredToken, ...] = ()
 
 
 class AnswerBlocks:

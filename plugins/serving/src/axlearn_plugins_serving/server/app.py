@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from axlearn_plugins_serving.server import administration, anthropic_messages, endpoints
 from axlearn_plugins_serving.server.api_errors import ApiError
+from axlearn_plugins_serving.server.background import UNEXPECTED
 from axlearn_plugins_serving.server.chat import chat_completions
 from axlearn_plugins_serving.server.completions import completions
 from axlearn_plugins_serving.server.embeddings import embeddings
@@ -44,7 +45,6 @@ def create_app(service: Service, limits: ServerLimits | None = None, tracer: Tra
     """
     limits = limits or ServerLimits()
     routes = _routes()
-    paths = frozenset(route.path for route in routes)
     starlette = Starlette(
         routes=routes,
         middleware=[
@@ -64,7 +64,7 @@ def create_app(service: Service, limits: ServerLimits | None = None, tracer: Tra
             allow_headers=["*"],
             expose_headers=[REQUEST_ID, "retry-after"],
         )
-    app = RecordRequests(app, service, paths, tracer)
+    app = RecordRequests(app, service, routes, tracer)
     return StripRootPath(app, limits.root_path) if limits.root_path else app
 
 
@@ -133,4 +133,4 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _handle_unexpected(request: HttpRequest, error: Exception) -> Response:
-    return _error_response(request, ApiError(500, "internal server error; see the server's log", code="internal_error"))
+    return _error_response(request, ApiError(500, UNEXPECTED, code="internal_error"))

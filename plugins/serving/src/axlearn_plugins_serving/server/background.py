@@ -6,6 +6,10 @@ from typing import Any, Protocol
 
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.prompt_job import Job
+from axlearn_plugins_serving.server.server_log import log
+
+UNEXPECTED = "internal server error; see the server's log"
+"""Error of a response that failed for a reason that clients should not see."""
 
 
 class BackgroundAnswer(Protocol):
@@ -28,7 +32,11 @@ class BackgroundAnswer(Protocol):
         ...
 
     async def store(self, response: dict[str, Any]) -> None:
-        """Store the response."""
+        """Store the response. Raises `ApiError` if it cannot be stored."""
+        ...
+
+    async def fail(self, message: str) -> dict[str, Any]:
+        """Store the response as failed."""
         ...
 
 
@@ -39,9 +47,17 @@ class BackgroundResponses:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, answer: BackgroundAnswer) -> dict[str, Any]:
-        """Store a response as queued, and begin to compute it. Returns the stored response."""
+        """Store a response as queued, and begin to compute it. Returns the stored response.
+
+        Raises:
+            ApiError: The response cannot be stored.
+        """
         response = answer.as_json("queued")
-        await answer.store(response)
+        try:
+            await answer.store(response)
+        except BaseException:
+            answer.job.close()
+            raise
         self._tasks[answer.id] = asyncio.ensure_future(self._compute(answer))
         return response
 
@@ -56,10 +72,15 @@ class BackgroundResponses:
         try:
             await answer.answer()
         except ApiError as error:
-            failed = {**answer.as_json("failed"), "error": {"code": "server_error", "message": error.message}}
-            await answer.store(failed)
+            await answer.fail(error.message)
         except asyncio.CancelledError:
-            await answer.store(answer.as_json("cancelled"))
+            try:
+                await answer.store(answer.as_json("cancelled"))
+            except ApiError as error:
+                log.warning("the cancelled response %s is not stored: %s", answer.id, error.message)
+        except Exception:
+            log.exception("the response %s failed", answer.id)
+            await answer.fail(UNEXPECTED)
         finally:
             answer.job.close()
             del self._tasks[answer.id]

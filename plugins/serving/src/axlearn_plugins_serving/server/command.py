@@ -189,9 +189,9 @@ def _check_vllm_options(context: click.Context, keys: tuple[str, ...]) -> None:
 
 
 def _check_replica_options(context: click.Context) -> None:
-    """Raise an error for options that Ray Serve would ignore.
+    """Raise an error for options that replicas do not support.
 
-    Ray Serve listens, drains and logs requests itself.
+    Ray Serve listens, drains and logs requests itself. Replicas cannot share a store of responses.
 
     Raises:
         RequestError: If such an option is set.
@@ -203,6 +203,11 @@ def _check_replica_options(context: click.Context) -> None:
         raise RequestError(
             f"--replicas does not support {', '.join(options)}: Ray Serve listens, drains and logs requests itself\n"
             "    fix: remove it; Ray writes a line for each request to its own logs"
+        )
+    if _options_set(context, lambda name: name == "response_store"):
+        raise RequestError(
+            "--replicas does not support --response-store: each replica would have its own store\n"
+            "    fix: remove it, and let clients send the whole conversation"
         )
 
 

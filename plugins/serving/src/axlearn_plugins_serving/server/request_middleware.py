@@ -1,8 +1,10 @@
 """ASGI middleware around the application: request ids, logs, metrics, traces, and the prefix of a proxy."""
 
 import time
+from collections.abc import Sequence
 
 from starlette.datastructures import MutableHeaders
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from axlearn_plugins_serving.server.api_errors import draining_error
@@ -18,12 +20,13 @@ class RecordRequests:
     Args:
         app: Application to call.
         service: The served model, with its metrics.
-        paths: Paths to count separately.
+        routes: Routes to count separately.
         tracer: Exports a span for each request; None exports nothing.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str], tracer: Tracer | None = None):
-        self._app, self._service, self._paths, self._tracer = app, service, paths, tracer
+    def __init__(self, app: ASGIApp, service: Service, routes: Sequence[Route], tracer: Tracer | None = None):
+        self._app, self._service, self._routes, self._tracer = app, service, routes, tracer
+        self._paths = {route.path for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the app and record its response."""
@@ -32,7 +35,7 @@ class RecordRequests:
             return
         record = RequestRecord.from_scope(scope)
         began = time.monotonic()
-        path = record.path if record.path in self._paths else "other"
+        path = self._label(record.path)
         log_arrival(record)
 
         async def begin(message: Message) -> None:
@@ -50,6 +53,12 @@ class RecordRequests:
             log_request(record)
             if self._tracer is not None:
                 self._tracer.export(record)
+
+    def _label(self, path: str) -> str:
+        """Return the route's path with the names of its parameters, or `other`."""
+        if path in self._paths:
+            return path
+        return next((route.path_format for route in self._routes if route.path_regex.match(path)), "other")
 
 
 class StripRootPath:

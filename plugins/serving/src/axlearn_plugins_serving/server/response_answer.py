@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -10,13 +10,16 @@ import pydantic
 
 from axlearn_plugins_serving.server.answer_blocks import AnswerBlocks, Block, Change
 from axlearn_plugins_serving.server.api_errors import ApiError
+from axlearn_plugins_serving.server.background import UNEXPECTED
 from axlearn_plugins_serving.server.conversation import Conversation
 from axlearn_plugins_serving.server.http import event
 from axlearn_plugins_serving.server.logprobs import chat_logprobs
-from axlearn_plugins_serving.server.prompt_job import Delta, Job
-from axlearn_plugins_serving.server.response_store import StoredResponse
+from axlearn_plugins_serving.server.prompt_job import Delta, Job, ScoredToken
+from axlearn_plugins_serving.server.response_store import RecordTooLargeError, StoredResponse
 from axlearn_plugins_serving.server.schemas import ResponseRequest
+from axlearn_plugins_serving.server.server_log import log
 from axlearn_plugins_serving.server.service import Service
+from axlearn_plugins_serving.server.text_scores import TextScores
 
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 
@@ -39,6 +42,8 @@ class ResponseAnswer:
     conversation: Conversation
     id: str = attrs.field(init=False)
     _blocks: AnswerBlocks = attrs.field(factory=AnswerBlocks, init=False)
+    _scores: TextScores = attrs.field(factory=TextScores, init=False)
+    _writing: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
     _ids: dict[int, str] = attrs.field(factory=dict, init=False)
     _created: int = attrs.field(factory=lambda: int(time.time()), init=False)
     _sequence: int = attrs.field(default=0, init=False)
@@ -47,8 +52,16 @@ class ResponseAnswer:
         self.id = self.service.new_id("resp_")
 
     async def answer(self) -> dict[str, Any]:
-        """Compute and return the complete response, and store it if the request says so."""
+        """Compute and return the complete response, and store it if the request says so.
+
+        Raises:
+            ApiError: The engine fails, or a background response cannot be stored.
+        """
+        waits = bool(self.body.background)
         async for deltas in self.job.deltas():
+            if waits:
+                await self.store(self.as_json("in_progress"))
+                waits = False
             for delta in deltas:
                 list(self._read(delta))
         list(self._blocks.end())
@@ -65,8 +78,11 @@ class ResponseAnswer:
                         for chunk in self._change(change):
                             yield chunk
         except ApiError as error:
-            failed = {**self.as_json("failed"), "error": {"code": "server_error", "message": error.message}}
-            yield self._event("response.failed", response=failed)
+            yield self._event("response.failed", response=await self.fail(error.message))
+            return
+        except Exception:
+            log.exception("the response %s failed", self.id)
+            yield self._event("response.failed", response=await self.fail(UNEXPECTED))
             return
         for change in self._blocks.end():
             for chunk in self._change(change):
@@ -89,6 +105,7 @@ class ResponseAnswer:
             "total_tokens": usage.prompt + usage.completion,
         }
         running = status in ("queued", "in_progress")
+        has_output = not running and status != "failed"
         return {
             "id": self.id,
             "object": "response",
@@ -100,7 +117,7 @@ class ResponseAnswer:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "model": self.service.response_name(body.model),
-            "output": [] if running else [self._item(block, status) for block in self._blocks.blocks],
+            "output": [self._item(block, status) for block in self._blocks.blocks] if has_output else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
@@ -123,22 +140,55 @@ class ResponseAnswer:
 
     def _read(self, delta: Delta) -> Iterator[Change]:
         """Add an output to the blocks. Yield the changes."""
-        yield from self._blocks.add(delta.pieces)
-        last = self._blocks.blocks[-1] if self._blocks.blocks else None
-        if last is not None and last.kind == "text":
-            last.scored += delta.scored
+        if self.job.choices[0].request.sampling.logprobs is None:
+            yield from self._blocks.add(delta.pieces)
+            return
+        self._scores.add(delta)
+        for piece in delta.pieces:
+            scored = self._scores.take(piece)
+            for change in self._blocks.add((piece,)):
+                if change.kind == "extend":
+                    change.block.scored += scored
+                    yield attrs.evolve(change, scored=scored)
+                else:
+                    yield change
 
     def _status(self) -> str:
         return "incomplete" if self.job.choices[0].finish == "length" else "completed"
 
     async def _finish(self, status: str) -> dict[str, Any]:
         response = self.as_json(status)
-        if self.body.store:
+        if not self.body.store:
+            return response
+        try:
             await self.store(response)
+        except ApiError as error:
+            if self.body.background:  # nobody else would get the response
+                raise
+            log.warning("the response %s is not stored: %s", self.id, error.message)
+            return {**response, "store": False}
+        return response
+
+    async def fail(self, message: str) -> dict[str, Any]:
+        """Return the response as failed, and store it if the request says so. It has no output."""
+        response = {**self.as_json("failed"), "error": {"code": "server_error", "message": message}}
+        if self.body.store:
+            try:
+                await self.store(response)
+            except ApiError as error:
+                log.warning("the failed response %s is not stored: %s", self.id, error.message)
         return response
 
     async def store(self, response: dict[str, Any]) -> None:
-        """Store the response with its conversation."""
+        """Store the response with its conversation.
+
+        Raises:
+            ApiError: 400 if it is too large, 500 if it cannot be written.
+        """
+        # If the caller is cancelled, the write still ends before the next one starts.
+        await asyncio.shield(self._store(response))
+
+    async def _store(self, response: dict[str, Any]) -> None:
         items = self.body.input
         sent = (
             [{"type": "message", "role": "user", "content": items}]
@@ -148,8 +198,18 @@ class ResponseAnswer:
         messages = [dict(message) for message in self.conversation.messages]
         if self.body.instructions:
             del messages[0]  # they apply to this response only
-        stored = StoredResponse(response, sent, [*messages, self._message()])
-        await asyncio.to_thread(self.service.responses.put, stored)
+        if response["output"]:
+            messages.append(self._message())
+        stored = StoredResponse(response, sent, messages)
+        async with self._writing:
+            try:
+                await asyncio.to_thread(self.service.responses.put, stored)
+            except RecordTooLargeError as error:
+                raise ApiError(400, f"store: {error}", param="store", code="response_too_large") from None
+            except Exception:
+                log.exception("the response %s cannot be written", self.id)
+                message = "store: the server could not write the response; see the server's log"
+                raise ApiError(500, message, param="store", code="internal_error") from None
 
     def _message(self) -> dict[str, Any]:
         """Return the answer as a message for the chat template."""
@@ -171,7 +231,7 @@ class ResponseAnswer:
         part = place if block.kind == "call" else {**place, "content_index": 0}
         name = {"call": "function_call_arguments", "reasoning": "reasoning_text", "text": "output_text"}[block.kind]
         if change.kind == "extend":
-            more = {"logprobs": []} if block.kind == "text" else {}
+            more = {"logprobs": self._logprobs(change.scored)} if block.kind == "text" else {}
             yield self._event(f"response.{name}.delta", **part, delta=change.text, **more)
             return
         if change.kind == "open":
@@ -227,6 +287,8 @@ class ResponseAnswer:
         text = "" if empty else block.text
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        top = self.body.top_logprobs or 0
-        logprobs = [] if empty else chat_logprobs(self.service.grammars, block.scored, top)["content"]
+        logprobs = self._logprobs(() if empty else block.scored)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> list[dict[str, Any]]:
+        return chat_logprobs(self.service.grammars, scored, self.body.top_logprobs or 0)["content"]

@@ -35,8 +35,8 @@ async def create_response(request: HttpRequest) -> HttpResponse:
     service: Service = request.app.state.service
     body = await read_json(ResponseRequest, request)
     service.adapter(body.model)
-    conversation = await _conversation(service, body)
-    prompt = await service.render(conversation, len(await request.body()))
+    conversation, stored_size = await _conversation(service, body)
+    prompt = await service.render(conversation, len(await request.body()) + stored_size)
     wants_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
     fields = SamplingFields(
         model=body.model,
@@ -68,8 +68,8 @@ async def count_input_tokens(request: HttpRequest) -> HttpResponse:
     service: Service = request.app.state.service
     body = await read_json(ResponseInputTokens, request)
     service.adapter(body.model)
-    conversation = await _conversation(service, body)
-    prompt = await service.render(conversation, len(await request.body()), limited=False)
+    conversation, stored_size = await _conversation(service, body)
+    prompt = await service.render(conversation, len(await request.body()) + stored_size, limited=False)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
 
@@ -115,12 +115,15 @@ async def _stored(request: HttpRequest) -> StoredResponse:
 
 def _unknown(service: Service, id: str) -> str:
     return (
-        f"no stored response has the id {id[:80]!r}; either it was created without store: true, or it has expired: the server "
-        f"keeps the newest {service.responses.max_responses:,}"
+        f"no stored response has the id {id[:80]!r}; it was created without `store: true`, was deleted, or was evicted (the "
+        f"server keeps the newest {service.responses.max_responses:,} responses, up to "
+        f"{service.responses.max_bytes // 2**20} MiB)"
     )
 
 
-async def _conversation(service: Service, body: ResponseInput) -> Conversation:
+async def _conversation(service: Service, body: ResponseInput) -> tuple[Conversation, int]:
+    """Return the conversation, and the size in bytes of its stored part."""
+    stored_size = 0
     messages: list[Any] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if body.previous_response_id is not None:
         stored = await asyncio.to_thread(service.responses.get, body.previous_response_id)
@@ -131,6 +134,7 @@ async def _conversation(service: Service, body: ResponseInput) -> Conversation:
             message = "previous_response_id: the response is not complete yet"
             raise ApiError(400, message, param="previous_response_id", code="previous_response_incomplete")
         messages += stored.messages
+        stored_size = stored.size
     messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else item_messages(body.input)
     choice = body.tool_choice
     if isinstance(choice, ResponseToolName):
@@ -141,13 +145,14 @@ async def _conversation(service: Service, body: ResponseInput) -> Conversation:
         choice = AllowedTools.model_validate({"type": "allowed_tools", "allowed_tools": allowed})
     functions = [{name: value for name, value in tool.sent.items() if name != "type"} for tool in body.tools or ()]
     tools = [{"type": "function", "function": function} for function in functions]
-    return Conversation(
+    conversation = Conversation(
         messages=messages,
         use=choose_tools(tools, choice, body.parallel_tool_calls),
         options=body.chat_template_kwargs or {},
         effort=body.reasoning.effort if body.reasoning is not None else None,
         param="input",
     )
+    return conversation, stored_size
 
 
 def _format(body: ResponseRequest) -> ResponseFormat | None:
