@@ -72,7 +72,7 @@ def run_script(command: list[str], url: str, kinds: list[str], text_limit: int) 
     """
     environment = os.environ | {"SERVER_URL": url, "TEXT_LIMIT": str(text_limit), "PYTHONWARNINGS": "ignore"}
     environment["HF_HUB_OFFLINE"] = "0"  # or huggingface_hub refuses even a server on this machine
-    result = subprocess.run([*command, *kinds], capture_output=True, text=True, env=environment, timeout=120)
+    result = subprocess.run([*command, *kinds], capture_output=True, text=True, env=environment, timeout=300)
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout.splitlines()[-1])
 

@@ -12,6 +12,7 @@ import axlearn_core as ax
 from axlearn_core.config import patch
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import open_engine
+from axlearn_plugins_serving.server.limits import ServerLimits
 from support.client_environments import node_environment, python_environment, run_script
 from support.fake_engine import FakeEngine
 from support.scripted_models import WeatherScript, hermes_template
@@ -58,10 +59,13 @@ CLIENTS = {
     },
     "use_langchain.py": {"chat": HIDES_REASONING, "responses": HIDES_REASONING, "functions": "structured"},
     "use_litellm.py": {"chat": ALL},
-    "use_llm.py": {"chat": "text stream tool streamed_tool structured"},
+    "use_llm.py": {
+        "chat": "text stream tool streamed_tool structured",
+        "responses": "stream streamed_tool structured",
+    },
     "use_openai.mjs": {"chat": ALL, "responses": "text stream tool structured"},
     "use_openai.py": {"chat": ALL, "responses": ALL, "completions": "structured"},
-    "use_openai_agents.py": {"chat": HIDES_REASONING, "responses": HIDES_REASONING},
+    "use_openai_agents.py": {"chat": ALL, "responses": ALL},
     "use_pydantic_ai.py": {"chat": ALL, "responses": ALL},
 }
 """Script -> way of calling the server -> kinds of requests."""
@@ -93,7 +97,8 @@ def template(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scripted(template):
-    with serving(FakeEngine(script=WeatherScript(), max_context=8192), template=template) as server:
+    limits = ServerLimits(api_keys=("any",))
+    with serving(FakeEngine(script=WeatherScript(), max_context=8192), template=template, limits=limits) as server:
         yield server
 
 

@@ -35,6 +35,12 @@ def run(agent):
     return Runner.run_sync(agent, QUESTION).final_output
 
 
+def reasoning(model):
+    items = Runner.run_sync(agent(model), QUESTION).new_items
+    (item,) = [item.raw_item for item in items if item.type == "reasoning_item"]
+    return (item.content or item.summary)[0].text
+
+
 def required(model):
     run(agent(model, JSON_LIMIT, "required", tools=[weather], tool_use_behavior="stop_on_first_tool"))
     arguments = CALLS[0]
@@ -46,6 +52,7 @@ def cases(model):
     return {
         "text": lambda: run(agent(model)),
         "stream": lambda: asyncio.run(streamed(agent(model))),
+        "reasoning": lambda: reasoning(model),
         "tool": lambda: last_call(run(agent(model, tools=[weather]))),
         "streamed_tool": lambda: last_call(asyncio.run(streamed(agent(model, tools=[weather])))),
         "required": lambda: required(model),
