@@ -65,7 +65,7 @@ def talk(client: httpx.Client, name: str, turns: int) -> list[Turn]:
 
 
 def summarize(conversations: Sequence[Sequence[Turn]]) -> list[dict[str, Any]]:
-    """Return the figures of each turn. Tokens are those of the first conversation."""
+    """Return the figures of each turn. The numbers of tokens come from the first conversation."""
     rows = []
     for number, same in enumerate(zip(*conversations, strict=True)):
         turn = same[0]
