@@ -66,7 +66,7 @@ async def measure(url: str, choice: str, seed: int, requests: int) -> float:
 
         async def ask(number: int) -> int:
             start = (seed * 997 + number * 61) % (len(words) - 200)
-            text = f"{seed} {number} " + " ".join(words[start : start + 100])
+            text = f"{choice} {seed} {number} " + " ".join(words[start : start + 100])
             body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "tools": [TOOL]}
             body |= {"tool_choice": choice, "max_tokens": TOKENS, "ignore_eos": True}
             async with turns:
