@@ -245,3 +245,21 @@ def test_tool_choices(client, server):
     assert ask(client, tool_choice="none").output_text == "Sunny."
     named = ask(client, tool_choice={"type": "function", "name": "get_weather"}, max_output_tokens=50)
     assert named.output[-1].name == "get_weather"
+
+
+def test_an_adapter_is_unloaded_before_its_response_is_complete(tmp_path):
+    """The server looks up the adapter when the request arrives, and not again when the response is complete."""
+
+    def unload(request):
+        server.service.adapters = ()
+        return list(b"Hi")
+
+    template = hermes_template(tmp_path)
+    with serving(FakeEngine(script=unload), template=template, adapters=("polite",)) as server:
+        for path, body in (
+            ("/v1/responses", {"input": "a"}),
+            ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}),
+        ):
+            server.service.adapters = ("polite",)
+            answer = httpx.post(server.url + path, json={**body, "model": "polite"})
+            assert (answer.status_code, answer.json()["model"]) == (200, "polite")

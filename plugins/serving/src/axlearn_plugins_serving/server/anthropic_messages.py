@@ -215,7 +215,7 @@ class _Answer:
         return event({"type": kind, **fields}, kind)
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        model = self.service.response_name(self.body.model)
+        model = self.job.model
         return {"id": self.id, "type": "message", "role": "assistant", "model": model, "content": content}
 
     def _stop(self) -> dict[str, Any]:

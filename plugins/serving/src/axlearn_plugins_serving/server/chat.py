@@ -83,7 +83,7 @@ class _Answers:
         self.head = {
             "id": self.service.new_id("chatcmpl-"),
             "created": int(time.time()),
-            "model": self.service.response_name(self.body.model),
+            "model": self.job.model,
         }
 
     async def events(self) -> AsyncIterator[bytes]:

@@ -62,7 +62,7 @@ class _Texts:
             "id": self.service.new_id("cmpl-"),
             "object": "text_completion",
             "created": int(time.time()),
-            "model": self.service.response_name(self.body.model),
+            "model": self.job.model,
         }
 
     async def events(self) -> AsyncIterator[bytes]:

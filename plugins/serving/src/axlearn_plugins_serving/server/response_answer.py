@@ -116,7 +116,7 @@ class ResponseAnswer:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": self.service.response_name(body.model),
+            "model": self.job.model,
             "output": [self._item(block, status) for block in self._blocks.blocks] if has_output else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,

@@ -115,7 +115,7 @@ async def _stored(request: HttpRequest) -> StoredResponse:
 
 def _unknown(service: Service, id: str) -> str:
     return (
-        f"no stored response has the id {id[:80]!r}; it was created without `store: true`, was deleted, or was evicted (the "
+        f"no stored response has the id {id[:80]!r}; it was created with `store: false`, was deleted, or was evicted (the "
         f"server keeps the newest {service.responses.max_responses:,} responses, up to "
         f"{service.responses.max_bytes // 2**20} MiB)"
     )

@@ -20,6 +20,7 @@ from axlearn_plugins_serving.server.body import Body
 from axlearn_plugins_serving.server.early_checks import MAX_ENTRIES, check_context, check_entries, exceeds
 from axlearn_plugins_serving.server.message_schemas import (
     MAX_SCHEMA,
+    MAX_TOOL_COUNT,
     AllowedTools,
     FunctionDefinition,
     Message,
@@ -59,6 +60,7 @@ Metadata = Annotated[dict[str, str], Field(max_length=MAX_ENTRIES), BeforeValida
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 TemplateOptions = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(check_options)]
 
 
@@ -268,7 +270,7 @@ class ChatRequest(SamplingFields):
     modalities: list[Literal["text"]] | None = None
     store: bool | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    service_tier: ServiceTier | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -322,7 +324,7 @@ class ResponseAllowedTools(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ResponseToolName], Field(min_length=1, max_length=128, fail_fast=True)]
+    tools: Annotated[list[ResponseToolName], Field(min_length=1, max_length=MAX_TOOL_COUNT, fail_fast=True)]
 
 
 class ReasoningOptions(Body):
@@ -387,7 +389,7 @@ class ResponseRequest(ResponseInput):
     background: bool | None = None
     ignore_eos: bool = False
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: ServiceTier | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None

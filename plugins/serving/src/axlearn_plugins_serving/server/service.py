@@ -128,10 +128,6 @@ class Service:
         hint = f"did you mean {', '.join(close)}?" if close else f"this server has {', '.join(names)}"
         raise ApiError(404, f"unknown model {model[:200]!r}; {hint}", param="model", code="model_not_found")
 
-    def response_name(self, model: str | None) -> str:
-        """Return the model's name in the response to a request for `model`: an adapter, or the served model's first name."""
-        return self.adapter(model) or self.name
-
     async def encode(self, texts: Sequence[str], *, limited: bool = True, with_special: bool = True) -> list[list[int]]:
         """Encode texts as prompts, with the tokenizer's prefix.
 
