@@ -18,25 +18,19 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.admission import check_request
 from axlearn_plugins_serving.blocks import BlockPool
 from axlearn_plugins_serving.cache import Cache
-from axlearn_plugins_serving.contracts import (
+from axlearn_plugins_serving.contracts import Output, QueueFullError, Request, Row, Runner, Statistics, SubmittedStep
+from axlearn_plugins_serving.draft_gate import DraftGate
+from axlearn_plugins_serving.drafting import Drafter, ModelDrafter, add_drafts, can_draft
+from axlearn_plugins_serving.engine_capabilities import (
     ChangesAdapters,
     EmbedsTokens,
     HasPrefix,
     HasWindow,
     HoldsResources,
     KeepsStates,
-    Output,
-    QueueFullError,
     ReleasesMemory,
-    Request,
-    Row,
-    Runner,
     RunsHeads,
-    Statistics,
-    SubmittedStep,
 )
-from axlearn_plugins_serving.draft_gate import DraftGate
-from axlearn_plugins_serving.drafting import Drafter, ModelDrafter, add_drafts, can_draft
 from axlearn_plugins_serving.measure import Meter
 from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.results import read_part

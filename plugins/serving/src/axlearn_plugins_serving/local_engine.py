@@ -18,16 +18,15 @@ from axlearn_core.run import open_weights, split_weights
 from axlearn_core.train.inference import LoadedModel
 from axlearn_plugins_serving.contracts import (
     FinishReason,
-    HasProgram,
     Output,
     QueueFullError,
-    ReadsWeights,
     Request,
     Sampling,
     Statistics,
     TokenLogprobs,
 )
 from axlearn_plugins_serving.engine import ServingEngine
+from axlearn_plugins_serving.engine_capabilities import HasProgram, ReadsWeights
 from axlearn_plugins_serving.generation import Generation, Sample
 from axlearn_plugins_serving.open_engine import build_engine, open_engine
 from axlearn_plugins_serving.runner import model_weights

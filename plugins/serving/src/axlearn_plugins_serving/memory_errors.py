@@ -9,6 +9,14 @@ import jax
 
 from axlearn_core.errors import WorkError, reason
 
+SMALLER_CACHE = (
+    "lower serving.runner.num_blocks if it is set, or else serving.runner.max_rows or serving.runner.max_context "
+    "(--max-model-len), whose product is the number of tokens in the cache; or set serving.runner.cache_dtype=int8"
+)
+SMALLER_WEIGHTS = (
+    "split the model over more devices with serving.tensor_parallel, or serve a quantized or smaller model"
+)
+
 
 @contextlib.contextmanager
 def explain_memory(name: str, arrays: Callable[[], Any], fix: str) -> Iterator[None]:

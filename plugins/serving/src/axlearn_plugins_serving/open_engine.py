@@ -15,9 +15,9 @@ from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.run import bind_weights, open_weights
 from axlearn_core.run.notices import log_message
-from axlearn_plugins_serving.contracts import HasConfig
 from axlearn_plugins_serving.drafting import ModelDrafter
 from axlearn_plugins_serving.engine import ServingEngine
+from axlearn_plugins_serving.engine_capabilities import HasConfig
 from axlearn_plugins_serving.engine_devices import serving_program
 from axlearn_plugins_serving.programs import ProgramsError
 from axlearn_plugins_serving.runner import ModelRunner

@@ -12,7 +12,7 @@ from axlearn_core.config import Node, find
 from axlearn_core.config.node import interface_fields
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.linear import Linear
-from axlearn_plugins_serving.contracts import HasConfig
+from axlearn_plugins_serving.engine_capabilities import HasConfig
 from axlearn_plugins_serving.paged_cache_feature import has_latents
 from axlearn_plugins_transformer.attention_variants.alibi import Alibi
 from axlearn_plugins_transformer.layer_roles import ExpertsRole, RecurrentRole

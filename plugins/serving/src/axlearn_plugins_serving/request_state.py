@@ -92,18 +92,18 @@ class RequestState:
 
     @property
     def masks_end(self) -> bool:
-        """Whether the next token must not end the output."""
+        """True if the next token must not end the output."""
         num_chosen = len(self.tokens) - self.prompt_length + self.inflight
         return num_chosen < self.request.sampling.min_tokens
 
     @property
     def needs_mask(self) -> bool:
-        """Whether a mask applies to the next token."""
+        """True if a mask applies to the next token."""
         return self.request.constraint is not None or bool(self.request.sampling.bad_tokens) or self.masks_end
 
     @property
     def mask_needs_output(self) -> bool:
-        """Whether the mask of the next token depends on the tokens in flight."""
+        """True if the mask of the next token depends on the tokens in flight."""
         return self.request.constraint is not None or any(len(word) > 1 for word in self.request.sampling.bad_tokens)
 
     @property

@@ -23,7 +23,7 @@ from axlearn_core.errors import Problem, RequestError
 from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.contracts import Row, Sampling, SubmittedStep
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
-from axlearn_plugins_serving.memory_errors import explain_memory
+from axlearn_plugins_serving.memory_errors import SMALLER_CACHE, SMALLER_WEIGHTS, explain_memory
 from axlearn_plugins_serving.packing import Packer, PendingStep
 from axlearn_plugins_serving.paged_cache_feature import UsePagedCache
 from axlearn_plugins_serving.parity import check_parity, min_rows
@@ -44,15 +44,6 @@ BLOCKS_PER_CALL = 16
 """Number of blocks that one call copies, reads or writes."""
 SETUP_FUNCTIONS = ("serve_tables", "serve_cache", "serve_weights")
 """Functions that create the inputs of steps."""
-
-
-_SMALLER_CACHE = (
-    "lower serving.runner.num_blocks if it is set, or else serving.runner.max_rows or serving.runner.max_context "
-    "(--max-model-len), whose product is the number of tokens in the cache; or set serving.runner.cache_dtype=int8"
-)
-_SMALLER_WEIGHTS = (
-    "split the model over more devices with serving.tensor_parallel, or serve a quantized or smaller model"
-)
 
 
 class ModelRunner(Configurable):
@@ -206,12 +197,12 @@ class ModelRunner(Configurable):
         if programs is not None:
             load_programs(self.program, self.program.shapes(), self.program.configs, programs)
         self._tables: Any = self.program.compile("serve_tables")()
-        with explain_memory("the cache", lambda: self.program.trace("serve_cache").out_info, _SMALLER_CACHE):
+        with explain_memory("the cache", lambda: self.program.trace("serve_cache").out_info, SMALLER_CACHE):
             self.cache: Any = jax.block_until_ready(self.program.compile("serve_cache")())
         self.program.declare_steps(self.cache)
         self._sampling: dict[int, Sampling] = {}
         self._num_warm: int | None = None
-        with explain_memory("the model", lambda: self.program.functional.abstract, _SMALLER_WEIGHTS):
+        with explain_memory("the model", lambda: self.program.functional.abstract, SMALLER_WEIGHTS):
             loaded = model_weights(self.program.functional, model) if weights is None else weights()
             self._set_adapters(loaded)
             self._place_weights(loaded)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_plugins_serving.contracts import EmbedsTokens, Output, PendingEmbeddings, Request
+from axlearn_plugins_serving.contracts import Output, Request
+from axlearn_plugins_serving.engine_capabilities import EmbedsTokens, PendingEmbeddings
 
 Pooling = Literal["mean", "last", "cls"]
 SHORTEST = 32

@@ -7,7 +7,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from axlearn_core.errors import AxlearnError, RequestError
-from axlearn_plugins_serving.contracts import ChangesAdapters, Sleeps
+from axlearn_plugins_serving.engine_capabilities import ChangesAdapters, Sleeps
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.http import read_json
 from axlearn_plugins_serving.server.schemas import LoadAdapterRequest, UnloadAdapterRequest

@@ -1,8 +1,8 @@
 """`AnswerBlocks`: an answer as a sequence of blocks of reasoning, text and tool calls."""
 
 import os
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import attrs
 
@@ -71,41 +71,51 @@ class AnswerBlocks:
         self.blocks: list[Block] = []
         self._open: Block | None = None
 
-    def add(self, pieces: Iterable[Piece]) -> Iterator[Change]:
-        """Append pieces of the answer. Yield the changes in order."""
+    def add(self, pieces: Iterable[Piece]) -> list[Change]:
+        """Append pieces of the answer. Return the changes in order."""
+        changes: list[Change] = []
         for piece in pieces:
             if isinstance(piece, CallStart):
-                yield from self._begin(Block("call", len(self.blocks), piece.name, piece.id or new_call_id()))
+                self._begin(Block("call", len(self.blocks), piece.name, piece.id or new_call_id()), changes)
                 continue
             kind: Kind = (
                 "call" if isinstance(piece, CallArguments) else "reasoning" if isinstance(piece, Reasoning) else "text"
             )
             if self._open is None or self._open.kind != kind:
-                yield from self._begin(Block(kind, len(self.blocks)))
+                self._begin(Block(kind, len(self.blocks)), changes)
             assert self._open is not None
             self._open.parts.append(piece.text)
-            yield Change("extend", self._open, piece.text)
+            changes.append(Change("extend", self._open, piece.text))
+        return changes
 
-    def end(self) -> Iterator[Change]:
-        """End the answer. An answer without blocks gets an empty text."""
+    def end(self) -> list[Change]:
+        """End the answer, and return the changes. An answer without blocks gets an empty text."""
+        changes: list[Change] = []
         if not self.blocks:
-            yield from self._begin(Block("text", 0))
-        if self._open is not None:
-            yield Change("close", self._open)
-            self._open = None
+            self._begin(Block("text", 0), changes)
+        self._close(changes)
+        return changes
 
     def join(self, kind: Kind) -> str:
         """Return the joined text of all blocks of a kind."""
         return "".join(block.text for block in self.blocks if block.kind == kind)
 
     @property
-    def calls(self) -> list[Block]:
-        """The tool calls."""
-        return [block for block in self.blocks if block.kind == "call"]
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The tool calls, in the form of the chat API."""
+        return [
+            {"id": block.call_id, "type": "function", "function": {"name": block.name, "arguments": block.text}}
+            for block in self.blocks
+            if block.kind == "call"
+        ]
 
-    def _begin(self, block: Block) -> Iterator[Change]:
-        if self._open is not None:
-            yield Change("close", self._open)
+    def _begin(self, block: Block, changes: list[Change]) -> None:
+        self._close(changes)
         self.blocks.append(block)
         self._open = block
-        yield Change("open", block)
+        changes.append(Change("open", block))
+
+    def _close(self, changes: list[Change]) -> None:
+        if self._open is not None:
+            changes.append(Change("close", self._open))
+            self._open = None

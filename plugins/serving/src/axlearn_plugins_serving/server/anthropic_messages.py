@@ -131,7 +131,7 @@ def _tools(body: MessageTokensRequest) -> ToolUse:
 
 
 def _chat_messages(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
-    """Yield the messages of the chat template that a message stands for. Results of tools become messages of their own."""
+    """Yield the messages of the chat template that a message stands for. Each tool result becomes a separate message."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
@@ -173,8 +173,8 @@ class _Answer:
         """Return the complete message."""
         async for deltas in self.job.deltas():
             for delta in deltas:
-                list(self.blocks.add(delta.pieces))
-        list(self.blocks.end())
+                self.blocks.add(delta.pieces)
+        self.blocks.end()
         return {
             **self._message([_block(block) for block in self.blocks.blocks]),
             **self._stop(),

@@ -112,7 +112,7 @@ class AnthropicTool(MessagePart):
 
 
 class AnthropicToolChoice(Body):
-    """How the model may use the tools."""
+    """Tool choice: whether the model may, must or must not call a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None

@@ -1,6 +1,5 @@
 """`POST /v1/chat/completions`."""
 
-import collections
 import time
 from collections.abc import AsyncIterator, Mapping
 from types import MappingProxyType
@@ -119,7 +118,7 @@ class _Answers:
         tokens = [_Tokens() for _ in self.job.choices]
         async for batch in self.job.deltas():
             for delta in batch:
-                collections.deque(answers[delta.index].add(delta.pieces), maxlen=0)
+                answers[delta.index].add(delta.pieces)
                 tokens[delta.index].add(delta)
         choices = [self._choice(choice, answers[choice.index], tokens[choice.index]) for choice in self.job.choices]
         head = {**self.head, "object": "chat.completion", **self._prompt_fields()}
@@ -128,12 +127,8 @@ class _Answers:
     def _choice(self, choice: Choice, answer: AnswerBlocks, tokens: "_Tokens") -> dict[str, Any]:
         text, reasoning = answer.join("text"), answer.join("reasoning")
         fields: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if answer.calls:
-            fields["content"] = text or None
-            fields["tool_calls"] = [
-                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
-                for call in answer.calls
-            ]
+        if calls := answer.tool_calls:
+            fields |= {"content": text or None, "tool_calls": calls}
         if reasoning and self.body.include_reasoning is not False:
             fields["reasoning_content"] = reasoning
         return {

@@ -11,7 +11,8 @@ import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from axlearn_plugins_serving.contracts import NormalizesEmbeddings, Request
+from axlearn_plugins_serving.contracts import Request
+from axlearn_plugins_serving.engine_capabilities import NormalizesEmbeddings
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineStoppingError, Outputs
 from axlearn_plugins_serving.server.http import read_json, respond

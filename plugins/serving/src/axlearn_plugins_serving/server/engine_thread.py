@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from axlearn_core.errors import RequestError
-from axlearn_plugins_serving.contracts import Engine, Output, PacesSteps, QueueFullError, Request, Statistics
+from axlearn_plugins_serving.contracts import Engine, Output, QueueFullError, Request, Statistics
+from axlearn_plugins_serving.engine_capabilities import PacesSteps
 
 T = TypeVar("T")
 

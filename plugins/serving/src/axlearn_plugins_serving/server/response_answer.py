@@ -63,8 +63,8 @@ class ResponseAnswer:
                 await self.store(self.as_json("in_progress"))
                 waits = False
             for delta in deltas:
-                list(self._read(delta))
-        list(self._blocks.end())
+                self._read(delta)
+        self._blocks.end()
         return await self._finish(self._status())
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -138,20 +138,20 @@ class ResponseAnswer:
             "metadata": body.metadata or {},
         }
 
-    def _read(self, delta: Delta) -> Iterator[Change]:
-        """Add an output to the blocks. Yield the changes."""
+    def _read(self, delta: Delta) -> list[Change]:
+        """Add an output to the blocks, and return the changes."""
         if self.job.choices[0].request.sampling.logprobs is None:
-            yield from self._blocks.add(delta.pieces)
-            return
+            return self._blocks.add(delta.pieces)
+        changes: list[Change] = []
         self._scores.add(delta)
         for piece in delta.pieces:
             scored = self._scores.take(piece)
             for change in self._blocks.add((piece,)):
                 if change.kind == "extend":
                     change.block.scored += scored
-                    yield attrs.evolve(change, scored=scored)
-                else:
-                    yield change
+                    change = attrs.evolve(change, scored=scored)
+                changes.append(change)
+        return changes
 
     def _status(self) -> str:
         return "incomplete" if self.job.choices[0].finish == "length" else "completed"
@@ -217,11 +217,8 @@ class ResponseAnswer:
         message: dict[str, Any] = {"role": "assistant", "content": blocks.join("text")}
         if reasoning := blocks.join("reasoning"):
             message["reasoning_content"] = reasoning
-        if blocks.calls:
-            message["tool_calls"] = [
-                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
-                for call in blocks.calls
-            ]
+        if calls := blocks.tool_calls:
+            message["tool_calls"] = calls
         return message
 
     def _change(self, change: Change) -> Iterator[bytes]:

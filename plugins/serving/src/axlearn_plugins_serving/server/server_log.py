@@ -10,7 +10,6 @@ from typing import Literal
 
 from axlearn_plugins_serving.server.request_record import RequestRecord, current_request
 
-LEVELS = ("debug", "info", "warning", "error")
 LogFormat = Literal["text", "json"]
 
 log = logging.getLogger("axlearn.serving")
@@ -25,7 +24,7 @@ def write_logs(level: str = "info", format: LogFormat = "text", *, requests: boo
     With the format `json`, lines that Python code prints to standard error are logged, too.
 
     Args:
-        level: Lowest level to write, one of `LEVELS`.
+        level: Lowest level to write, one of `serve_options.LEVELS`.
         format: `text` for people, or `json` for one JSON object per line.
         requests: Whether to write a line for each request, at the level `info`.
     """
