@@ -1,11 +1,12 @@
 """Time to the first token and cached tokens in each turn of an agent's conversation.
 
-    uv run python benchmarks/agent_turns.py [--turns 30] [--conversations 3] [--model 88m] [--out FILE.json]
+    uv run python benchmarks/agent_turns.py [--turns 30] [--conversations 3] [--model 88m|1b-layers] [--out FILE.json]
 
 Starts `axlearn serve` on loopback with a random float32 Llama, the tokenizer `python-2k` and a chat template in the style
 of Qwen 3. In each turn, the model calls a tool (`tool_choice: required`), and the next turn sends back the call and a
 result. Both together have about 150 tokens, so each turn has about as many new tokens as the turn before, and a longer
-prompt. A first conversation with another system message warms the server up.
+prompt. A first conversation with another system message warms the server up. `1b-layers` has four layers with the shape of
+those of Llama 3.2 1B: in wide layers, attention to a long prompt takes a smaller share of the time.
 
 Reports, for some turns, the length of the prompt, the tokens that it shares with what the server computed for the turn
 before, the cached and new tokens, and the time to the first token (TTFT). Times are medians over the conversations. The last
@@ -89,7 +90,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=30, help="turns per conversation (default: 30)")
     parser.add_argument("--conversations", type=int, default=3, help="measured conversations (default: 3)")
-    parser.add_argument("--model", choices=("88m", "toy"), default="88m", help="size of the model (default: 88m)")
+    parser.add_argument(
+        "--model", choices=("88m", "1b-layers", "toy"), default="88m", help="size of the model (default: 88m)"
+    )
     parser.add_argument("--context", type=int, default=8192, help="maximum number of tokens (default: 8192)")
     parser.add_argument("--python", default=sys.executable, help="Python interpreter of the server")
     parser.add_argument("--out", type=Path, metavar="FILE.json")

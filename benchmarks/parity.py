@@ -1,6 +1,7 @@
-"""Check that log-probabilities do not depend on the batch size, bit for bit, with the attention kernel `invariant`.
+"""Check that log-probabilities do not depend on the batch size, bit for bit, with the feature `batch-invariant`.
 
-    python benchmarks/parity.py [--widths 64,256,1024] [--tokens 4096,65536] [--functions score,step] [--devices 1]
+    python benchmarks/parity.py [--families dense,moe,mla,lora] [--widths 64,256,1024] [--tokens 4096,65536]
+        [--functions score,step] [--devices 1]
 
 Batches of 64 tokens give the expected log-probability of each token. Then one batch computes the same tokens twice:
 with `score`, the function of every language model, for one token of each row, and with a step that also computes the
@@ -9,6 +10,7 @@ differ.
 """
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,6 @@ import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from axlearn_core.compose import Array, Function, Functional, ModelWeights
 from axlearn_core.compose.functions import Part
@@ -32,6 +33,8 @@ from axlearn_plugins_transformer.functions import ScoreBucket
 SMALL = 64
 """Tokens per batch for the expected log-probabilities."""
 FUNCTIONS = ("score", "step")
+FAMILIES = {"dense": (), "moe": ("moe",), "mla": ("mla",), "lora": ("lora:target=model.**",)}
+"""Family -> features of its model."""
 
 
 @attrs.frozen
@@ -46,20 +49,32 @@ class Result:
     seconds: float
 
 
-def model_config(width: int, layers: int = 2, vocabulary: int = 1024, kernel: str | None = "invariant") -> Node[Any]:
-    """Return a dense float32 model with a head size of 64 and two query heads per key-value head."""
+def model_config(
+    width: int, layers: int = 2, vocabulary: int = 1024, *, family: str = "dense", invariant: bool = True
+) -> Node[Any]:
+    """Return a float32 model with a head size of 64 and, except for `mla`, two query heads per key-value head."""
     heads = max(1, width // 64)
     sizes = {
-        "vocab_size": vocabulary,
-        "decoder.num_layers": layers,
-        "decoder.hidden_dim": width,
-        "decoder.layer.attention.num_heads": heads,
-        "decoder.layer.attention.num_kv_heads": max(1, heads // 2),
-        "decoder.layer.attention.kernel": kernel,
-        "decoder.layer.feed_forward.hidden_dim": 2 * width,
+        "model.vocab_size": vocabulary,
+        "model.decoder.num_layers": layers,
+        "model.decoder.hidden_dim": width,
+        "model.decoder.layer.attention.num_heads": heads,
+        "model.decoder.layer.feed_forward.hidden_dim": 2 * width,
     }
-    experiment: Any = resolve("quickstart").config
-    return patch(experiment.model, sizes)
+    if family != "mla":
+        sizes["model.decoder.layer.attention.num_kv_heads"] = max(1, heads // 2)
+    features = [*FAMILIES[family], *(["batch-invariant"] if invariant else [])]
+    experiment: Any = resolve(patch(resolve("quickstart").config, sizes), with_=features).config
+    return experiment.model
+
+
+def random_weights(functional: Functional, seed: int = 0) -> ModelWeights:
+    """Return initial weights, with random numbers instead of the zeros of adapters, so that they have an effect."""
+    params, variables = functional.init_arrays(jax.random.key(seed))
+    random = np.random.default_rng(seed)
+    for path in sorted(path for path in params if path.endswith(".lora_b")):
+        params[path] = jnp.asarray(0.1 * random.standard_normal(params[path].shape), params[path].dtype)
+    return ModelWeights(params, variables)
 
 
 def token_scores(model: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
@@ -108,7 +123,7 @@ def compare(
         instance = ModelProgram(functional, jax.devices()[:count], Mesh(), declare=lambda _: declare(functional))
         return instance, instance.place(weights)
 
-    weights = functional.extract_weights(cfg.build(rngs=nnx.Rngs(0)))
+    weights = random_weights(functional)
     alone, placed = program(1)
     rows = max(1, SMALL // length)
     small = alone.compile("tokens", (rows, length))
@@ -134,6 +149,7 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--widths", default="64,256,1024")
     parser.add_argument("--tokens", default="4096,65536")
     parser.add_argument("--length", type=int, default=64, help="tokens per row (default: 64)")
@@ -147,14 +163,16 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
     different = 0
-    print("| function | width | tokens | log-probabilities | differ | seconds |\n|---|---|---|---|---|---|")
-    for width in map(int, args.widths.split(",")):
-        cfg = model_config(width, args.layers, args.vocabulary)
+    print(
+        "| family | function | width | tokens | log-probabilities | differ | seconds |\n|---|---|---|---|---|---|---|"
+    )
+    for family, width in itertools.product(args.families.split(","), map(int, args.widths.split(","))):
+        cfg = model_config(width, args.layers, args.vocabulary, family=family)
         for tokens in map(int, args.tokens.split(",")):
             for r in compare(cfg, tokens, args.length, args.functions.split(","), args.devices):
                 different += r.differing
-                row = f"| `{r.function}` | {r.width} | {r.tokens:,} | {r.compared:,} | {r.differing:,} | {r.seconds:.1f} |"
-                print(row, flush=True)
+                row = f"| {r.width} | {r.tokens:,} | {r.compared:,} | {r.differing:,} | {r.seconds:.1f} |"
+                print(f"| {family} | `{r.function}` {row}", flush=True)
     sys.exit(1 if different else 0)
 
 

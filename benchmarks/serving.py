@@ -91,6 +91,7 @@ MEMORY = 70e9
 """Bytes for 6.7B parameters in bfloat16, a temporary second copy while loading, and a cache of 49,152 tokens."""
 SIZES = {
     "88m": Size(12, 768, 12, 4, 2048, 64, 16, "64:448", "16:112", prompt=448),
+    "1b-layers": Size(4, 2048, 32, 8, 8192, 64, 16, "64:448", "16:112", prompt=448),  # 4 of the 16 layers of Llama 3.2 1B
     "toy": Size(2, 64, 2, 1, 128, 8, 4, "8:32", "4:8"),
     "7b": Size(
         32, 4096, 32, 32, 11008, 256, 64, "128:1024", "64:256",

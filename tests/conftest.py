@@ -5,6 +5,7 @@ compilation cache, so each program is compiled once.
 """
 
 import atexit
+import ctypes
 import fnmatch
 import gc
 import os
@@ -12,11 +13,14 @@ import shutil
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+from support.processor_time import SpeedMeter, standard_seconds
 
 # XLA:CPU's fusion emitters take a third of the compile time. Newer versions have no flag to disable them.
 FUSION = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
@@ -37,13 +41,14 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 
-# Processor seconds that the default suite may take, if set. `.ci/run` sets it, so that the suite stays short on any load.
+# Processor seconds that the default suite may take, if set. `.ci/run` sets it, so that the suite stays short.
 LIMIT = "AXLEARN_TESTS_PROCESSOR_SECONDS"
 SPENT = pytest.StashKey[list[float]]()
+METER = pytest.StashKey[SpeedMeter]()
 
 
 def pytest_configure(config):
-    config.stash[SPENT] = []
+    config.stash[SPENT], config.stash[METER] = [], SpeedMeter()
     if hasattr(config, "workerinput"):
         atexit.register(_leave)  # before all other handlers, so that it is called after them
     gc.disable()  # until all tests are collected, because nothing that collection creates is garbage
@@ -56,6 +61,24 @@ def _leave():
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session):
+    """Let the first worker collect before the others, so that the test files are compiled once and not by each worker."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return (yield)
+    collected, first = Path(tempfile.gettempdir(), f"axlearn-tests-{worker['testrunuid']}"), worker["workerid"] == "gw0"
+    end = time.monotonic() + 120
+    while not first and not collected.exists() and time.monotonic() < end:
+        time.sleep(0.2)
+    try:
+        return (yield)
+    finally:
+        if first:
+            collected.touch()
+            atexit.register(collected.unlink, missing_ok=True)
 
 
 def pytest_collection_finish(session):
@@ -104,28 +127,37 @@ def _owner(item, mark):
     return item.nodeid.partition("[")[0] if on_test else item.nodeid.rpartition("::")[0].partition("[")[0]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    item.config.stash[METER].sample()
+    return (yield)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-    spent = sum(os.times()[:4])  # of this process and its children
+    spent, meter = sum(os.times()[:4]), session.config.stash[METER]  # of this process and its children
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["processor_seconds"] = spent
+        session.config.workeroutput |= {"processor_seconds": spent, "speed_samples": meter.samples}
         return
     total = session.config.stash[SPENT]
     total.append(spent if not total else sum(os.times()[:2]))  # workers report their own time
     limit = os.environ.get(LIMIT)
-    if limit and sum(total) > float(limit):
+    if limit and standard_seconds(sum(total), meter.samples) > float(limit):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    node.config.stash[SPENT].append(getattr(node, "workeroutput", {}).get("processor_seconds", 0.0))
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[SPENT].append(output.get("processor_seconds", 0.0))
+    node.config.stash[METER].samples += output.get("speed_samples", [])
 
 
 def pytest_terminal_summary(terminalreporter, config):
     spent, limit = sum(config.stash[SPENT]), os.environ.get(LIMIT)
-    terminalreporter.write_line(f"processor time: {spent:.0f} s")
-    if limit and spent > float(limit):
+    standard = standard_seconds(spent, config.stash[METER].samples)
+    terminalreporter.write_line(f"processor time: {spent:.0f} s, {standard:.0f} s at the standard speed")
+    if limit and standard > float(limit):
         terminalreporter.write_line(
             f"the suite took more than {limit} s of processor time (${LIMIT}): mark long tests as slow", red=True
         )
@@ -149,6 +181,11 @@ def _free_programs(request):
     slow = request.config.option.markexpr.startswith("slow")
     if "jax" in sys.modules and (slow or _memory() > MEMORY):
         sys.modules["jax"].clear_caches()
+        gc.collect()
+        if trim := getattr(
+            ctypes.CDLL(None), "malloc_trim", None
+        ):  # glibc would keep the memory, and each module would end here
+            trim(0)
 
 
 def _memory():

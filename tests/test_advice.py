@@ -21,7 +21,8 @@ pytestmark = pytest.mark.style
 PLACEHOLDER = "…"
 """Placeholder for a value in an f-string."""
 THIRD_PARTY = {
-    "datasets", "jax", "jax-cuda12-plugin", "jupyterlab", "matplotlib", "moto", "pip", "skypilot", "torch", "twine", "uv", "vllm",
+    "datasets", "jax", "jax-cuda12-plugin", "jupyterlab", "matplotlib", "moto", "pip", "skypilot", "torch", "twine", "uv",
+    "verifiers", "vllm",
 }  # fmt: skip
 """Third-party packages that texts name, with any extras."""
 EXAMPLES = {

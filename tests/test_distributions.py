@@ -76,6 +76,7 @@ def distributions_of(module):
 
 EXTRAS = {
     ("axlearn-plugins-models", "prove_export.py"): "axlearn-plugins-verify",
+    ("axlearn-plugins-rl", "testing"): "axlearn-testing",
     ("axlearn-plugins-serving", "plan"): "axlearn-plugins-plan",
     ("axlearn-plugins-serving", "prove_paged.py"): "axlearn-plugins-verify",
     ("axlearn-plugins-serving", "testing"): "axlearn-testing",

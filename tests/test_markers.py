@@ -1,8 +1,11 @@
 """The markers that split a test's cases between the default suite and the slow one, and the limit of processor time."""
 
+import sys
 from pathlib import Path
 
 import pytest
+
+from support.processor_time import INTERVAL, STANDARD, SpeedMeter, standard_seconds
 
 pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.style
@@ -85,4 +88,23 @@ def test_the_suite_fails_above_the_limit_of_processor_time(collect, monkeypatch,
     monkeypatch.setenv("AXLEARN_TESTS_PROCESSOR_SECONDS", seconds)
     result = collect(FUNCTION.format(marker='fast_cases("1")'))[1]
     assert result.ret == code
-    result.stdout.fnmatch_lines(["processor time: * s"])
+    result.stdout.fnmatch_lines(["processor time: * s, * s at the standard speed"])
+
+
+def test_processor_time_is_scaled_by_the_mean_speed():
+    samples = [STANDARD, STANDARD, 2 * STANDARD, 2 * STANDARD]  # half of the time at full speed, half at half speed
+    assert standard_seconds(80, samples) == pytest.approx(60)
+    assert standard_seconds(80, []) == 80
+
+
+def test_the_meter_probes_at_intervals_of_processor_time(monkeypatch):
+    now = iter([0.0, 0.0, INTERVAL / 2, INTERVAL, 1.5 * INTERVAL, 5 * INTERVAL])
+    monkeypatch.setattr("time.process_time", lambda: next(now))
+    monkeypatch.setattr("support.processor_time.probe", lambda: 0.1)
+    monkeypatch.setitem(sys.modules, "jax", None)
+    meter = SpeedMeter()
+    counts = []
+    for _ in range(5):
+        meter.sample()
+        counts.append(len(meter.samples))
+    assert counts == [1, 1, 2, 2, 3]

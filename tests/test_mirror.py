@@ -65,6 +65,8 @@ TESTED_BY = {
     "axlearn_plugins_tpu.kernels.splash": "plugins/tpu/test_kernels.py",
     "axlearn_plugins_transformer.functions": "plugins/transformer/test_generate.py",
     "axlearn_plugins_transformer.kernels.invariant": "plugins/cpu/kernels/test_invariant.py",
+    "axlearn_plugins_transformer.paged_cache": "plugins/serving/test_cache_dtypes.py",
+    "axlearn_plugins_transformer.stack_layers": "plugins/serving/test_engine_weights.py",
     "axlearn_plugins_transformer.text.chat_template": "plugins/transformer/text/test_chat_input.py",
     "axlearn_plugins_transformer.text.pipeline": "plugins/transformer/text/test_examples.py",
     "axlearn_plugins_transformer.text.records": "plugins/transformer/text/test_sources.py",

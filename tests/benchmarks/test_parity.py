@@ -33,7 +33,7 @@ def test_scores_of_a_large_batch_equal_those_of_small_ones(parity):
 
 def test_the_comparison_sees_a_difference(parity):
     """Without the kernel, XLA computes large batches by other algorithms."""
-    (result,) = parity.compare(parity.model_config(64, 1, 64, kernel=None), ELEMENTS, 16, ["score"])
+    (result,) = parity.compare(parity.model_config(64, 1, 64, invariant=False), ELEMENTS, 16, ["score"])
     assert result.compared == ELEMENTS // 16
     assert result.differing > 0
 
@@ -44,6 +44,13 @@ def test_the_comparison_sees_a_difference(parity):
 )
 def test_training_steps_of_large_batches_have_the_scores_of_small_ones(parity, width, tokens):
     check(parity.compare(parity.model_config(width, layers=1), tokens, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [ELEMENTS, 65_536])
+@pytest.mark.parametrize("family", ["moe", "mla", "lora"])
+def test_other_families_do_not_depend_on_the_batch(parity, family, tokens):
+    check(parity.compare(parity.model_config(64, layers=1, vocabulary=256, family=family), tokens, 64))
 
 
 @pytest.mark.slow

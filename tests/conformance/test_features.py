@@ -19,6 +19,7 @@ for _i, _feature in enumerate(_names):
     globals()[_name] = _slow(_suite)
 
 
+@pytest.mark.slow
 def test_no_feature_of_a_set_drops_another():
     """The sets contain every legal pair. The slow tests try each pair by itself, on all experiments."""
     quickstart = registry().experiment("quickstart")

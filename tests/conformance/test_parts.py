@@ -39,7 +39,9 @@ def texts(tmp_path_factory):
         talk = [{"role": "user", "content": TEXT[: 4 * i + 5]}, {"role": "assistant", "content": f"{i} " * (3 * i + 2)}]
         (folder / f"{i}.jsonl").write_text(json.dumps({"messages": talk}), "utf-8")
         pairs = [{"prompt": TEXT[: 4 * i + k], "chosen": f"{i}", "rejected": f"{k} no"} for k in range(3)]
-        (folder / f"{i}.pairs").write_text("".join(json.dumps(p) + "\n" for p in pairs), "utf-8")
+        labelled = [{"prompt": p["prompt"], "completion": p["rejected"], "label": i % 2 == 0} for p in pairs]
+        for suffix, rows in (("pairs", pairs), ("labels", labelled)):
+            (folder / f"{i}.{suffix}").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return folder
 
 
@@ -58,7 +60,8 @@ class Input(InputSuite):
             self.config = installed_parts.toy_config(type(self.config), **more)
             return
         # Use the first one that the input accepts.
-        for kind, suffix in (("files", "txt"), ("chat-files", "jsonl"), ("preference-files", "pairs")):
+        rows = (("preference-files", "pairs"), ("labelled-files", "labels"))
+        for kind, suffix in (("files", "txt"), ("chat-files", "jsonl"), *rows):
             paths = {"paths": [f"{texts}/[0-3].{suffix}"], "validation_paths": [f"{texts}/[45].{suffix}"]}
             source = {"type": kind, **paths}
             settings = {"source": source, "tokenizer": {"type": "byte-tokenizer"}, "sequence_length": 80}
@@ -83,7 +86,18 @@ def read_events(run_dir):
 
 READERS = {"jsonl": read_json_lines, "tensorboard": read_events}
 
-globals().update(installed_parts.make_suites(Input, installed_parts.implementations(parts.Input)))
+# A task-input yields examples, and an rl-loop makes batches of them for a policy-gradient. tests/plugins/rl has tests of these,
+# with the suite for objectives.
+_rollouts = ("task-input", "rl-loop", "policy-gradient")
+
+
+def others(protocol):
+    """The components of a kind that do not need rollouts."""
+    return {name: cfg for name, cfg in installed_parts.implementations(protocol).items() if name not in _rollouts}
+
+
+_inputs = others(parts.Input)
+globals().update(installed_parts.make_suites(Input, _inputs))
 globals().update(installed_parts.make_suites(LearnerSuite, installed_parts.implementations(parts.Learner)))
 globals().update(installed_parts.make_suites(CheckpointerSuite, installed_parts.implementations(parts.Checkpointer)))
 for _name, _config in installed_parts.implementations(parts.Tracker).items():
@@ -91,7 +105,7 @@ for _name, _config in installed_parts.implementations(parts.Tracker).items():
     _read |= {"remote": "Prometheus scrapes it over HTTP"} if _name == "prometheus" else {}
     _read |= {"pytestmark": pytest.mark.slow_cases("test_tracker_accepts_full_run")} if _name == "tensorboard" else {}
     globals().update(installed_parts.make_suites(TrackerSuite, {_name: _config}, **_read))
-for _name, _config in installed_parts.implementations(Loop).items():
+for _name, _config in others(Loop).items():
     _own = type(_config).__module__.startswith("axlearn_core.")
     # A run takes seconds to compile, so the loops of plugins are slow tests.
     globals().update(
@@ -106,11 +120,12 @@ class Objective(ObjectiveSuite):
 
     def batch(self):
         one, two = (toy_models.batch(seed, rows=8) for seed in (0, 1))
-        pairs = {f"{name}_{k}": x for name, rows in (("chosen", one), ("rejected", two)) for k, x in rows.items()}
-        return {**one, **pairs}
+        answers = {"chosen": one, "rejected": two, "completion": one, "mismatched": two}
+        arrays = {f"{name}_{k}": x for name, rows in answers.items() for k, x in rows.items()}
+        return {**one, **arrays, "labels": np.arange(8, dtype=np.float32) % 2}
 
 
-for _name, _config in installed_parts.implementations(parts.Objective).items():
+for _name, _config in others(parts.Objective).items():
     _own = type(_config).__module__.startswith("axlearn_core.")
     # The programs of plugins' objectives have several models and take seconds to compile.
     _long = ("every_option", "frozen_arrays", "gradients_reach", "loss_depends", "step_changes", "the_loss")

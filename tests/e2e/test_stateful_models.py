@@ -86,6 +86,7 @@ def test_an_interleaved_pipeline_too():
     same(*results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dropout", pytest.param("batch-norm", marks=pytest.mark.slow)])
 def test_a_restored_state_goes_on_bit_for_bit(kind, tmp_path):
     losses, variables, *_ = trained(kind, mode="unrolled")

@@ -7,10 +7,11 @@ import sys
 from support import cli_runs
 
 
-def start(arguments, count=2, devices=1, other=None, other_env=None, folders=None):
+def start(arguments, count=2, devices=1, other=None, other_env=None, folders=None, program=("-m", "axlearn_core")):
     """Start the processes of a job.
 
     Args:
+        program: Arguments of Python that come before the others.
         other: Arguments of the last process, if they differ.
         other_env: Additional environment variables of the last process.
         folders: Working directory of each process.
@@ -26,7 +27,7 @@ def start(arguments, count=2, devices=1, other=None, other_env=None, folders=Non
     )
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "axlearn_core", *(other if other and i == count - 1 else arguments)],
+            [sys.executable, *program, *(other if other and i == count - 1 else arguments)],
             env=env | {"JAX_PROCESS_ID": str(i)} | (other_env or {} if i == count - 1 else {}),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

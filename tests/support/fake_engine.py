@@ -178,7 +178,7 @@ class FakeEngine:
             host_seconds=0.0,
         )
 
-    def update_weights(self, weights):
+    def update_weights(self, weights, version=None, *, share=False):
         raise NotImplementedError
 
     def close(self):

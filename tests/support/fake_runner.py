@@ -8,6 +8,7 @@ import functools
 import hashlib
 import time
 
+import attrs
 import numpy as np
 
 from axlearn_core.config import Configurable, node
@@ -164,7 +165,8 @@ class FakeRunner(Configurable):
                 position += 1
             before, version = self._read(row.blocks, position)
             next_tokens.append(next_token(before, sampling, seed, slot[2], self.vocab_size, row.mask, version))
-            logprobs.append(logprobs_of(before, next_tokens[-1], sampling.logprobs, version))
+            scores = logprobs_of(before, next_tokens[-1], sampling.logprobs, version)
+            logprobs.append(attrs.evolve(scores, sampling_logprob=-0.5 if sampling.sampling_logprobs else None))
             slot[2] += 1
         if next_tokens:
             slot[3] = next_tokens[-1]
@@ -196,5 +198,6 @@ class FakeRunner(Configurable):
     def write_blocks(self, blocks, contents):
         self.memory[list(blocks)] = contents
 
-    def update_weights(self, weights):
+    def update_weights(self, weights, *, share=False):
         self.version = weights
+        return 0

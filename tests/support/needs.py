@@ -13,6 +13,8 @@ INSTALL = {
     "fastapi": "uv run --with 'ray[serve]' pytest",
     "lm_eval": "uv run --group lm-eval pytest",
     "peft": "uv run --group parity pytest",
+    "skyrl_gym": "uv run --group environments pytest",
+    "textarena": "uv run --group environments pytest",
     "torch": "uv run --group parity pytest",
     "transformers": "uv run --group parity pytest",
 }

@@ -29,30 +29,70 @@ import attrs
 from axlearn_plugins_runtime.job.progress import Progress
 from support import cli_runs
 
-SHAPES = {
-    "plain": (),
-    "workers": ("--set", "input.workers=2"),
-    "accumulation": ("--with", "gradient-accumulation:steps=2"),
-    "two-devices": ("--target", "cpu-2"),
-    "two-processes": ("--set", "distributed.heartbeat_seconds=20", "--set", "distributed.join_seconds=60"),
-    "every-step": (),
-    "ema": ("--with", "ema"),
-    "dropout": ("--with", "dropout:rate=0.1"),
-    "moe": ("--with", "moe:num_experts=4"),
-    "first-fit": ("--set", "input.packing=first-fit"),
-    "orbax": (),
-    "orbax-two-processes": ("--set", "distributed.heartbeat_seconds=20", "--set", "distributed.join_seconds=60"),
-}
 MOMENTS = ("compile", "start", "step", "save", "read", "restore", "save", "step", "compile", "read")
 """In turn: while the first step compiles, while it imports, after a step, during a save, while it reads the checkpoint's
 arrays, while it builds and restores."""
 SECONDS = {"start": 4.0, "compile": 3.0, "restore": 1.2, "save": 0.03, "read": 0.003, "step": 0.02}
 """Moment -> the longest time from its beginning to the kill."""
-SECONDS_OF_ORBAX = {"save": 0.3, "read": 0.03}
-STEPS = 80
 PEER_SECONDS = 90.0
 """For the processes that were not killed to end."""
 IN_OPEN, IN_CREATE, IN_MOVED_TO = 0x20, 0x100, 0x80
+
+
+@attrs.frozen
+class Shape:
+    """A kind of run: how it starts, when to kill it, and what has to be equal after a kill.
+
+    `seconds` has, for each moment, the longest time from its beginning to the kill.
+    """
+
+    name: str
+    options: tuple = ()
+    steps: int = 80
+    processes: int = 1
+    checkpointer: tuple = ("checkpointer.every_steps=2",)
+    moments: tuple = MOMENTS
+    seconds: dict = SECONDS
+
+    def command(self, run):
+        """Arguments of Python."""
+        settings = (*self.checkpointer, "trackers=[{type: jsonl}]")
+        return ("-m", "axlearn_core", *cli_runs.arguments(run, steps=self.steps, settings=settings, more=self.options))
+
+    def trace(self, run, whole):
+        """What differs from the run that was never killed, as far as this one is; empty: nothing."""
+        rows, expected = [(m["step"], m["loss"]) for m in cli_runs.metrics(run) if "loss" in m], cli_runs.losses(whole)
+        if rows != expected[: len(rows)]:
+            return f"losses differ: {next(pair for pair in zip(rows, expected, strict=False) if pair[0] != pair[1])}"
+        return ""
+
+    def is_passed(self, moment, run, job):
+        """Whether one of the moments of this kind of run only has come."""
+        raise KeyError(moment)
+
+
+JOIN = ("--set", "distributed.heartbeat_seconds=20", "--set", "distributed.join_seconds=60")
+ORBAX = {
+    "checkpointer": ("checkpointer={type: orbax, every_steps: 2}",),
+    "seconds": SECONDS | {"save": 0.3, "read": 0.03},
+}
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("plain"),
+        Shape("workers", ("--set", "input.workers=2")),
+        Shape("accumulation", ("--with", "gradient-accumulation:steps=2")),
+        Shape("two-devices", ("--target", "cpu-2")),
+        Shape("two-processes", JOIN, processes=2),
+        Shape("every-step", checkpointer=("checkpointer.every_steps=1",)),
+        Shape("ema", ("--with", "ema")),
+        Shape("dropout", ("--with", "dropout:rate=0.1")),
+        Shape("moe", ("--with", "moe:num_experts=4")),
+        Shape("first-fit", ("--set", "input.packing=first-fit")),
+        Shape("orbax", **ORBAX),
+        Shape("orbax-two-processes", JOIN, processes=2, **ORBAX),
+    )
+}
 
 
 class FileEvents:
@@ -93,8 +133,7 @@ class Job:
     @classmethod
     def start(cls, shape, run, folder, *, cached=True):
         """`cached`: with JAX's cache of compiled programs, which all attempts share."""
-        count = 2 if shape.endswith("two-processes") else 1
-        command = [sys.executable, "-m", "axlearn_core", *arguments(shape, run)]
+        count, command = shape.processes, [sys.executable, *map(str, shape.command(run))]
         environment = cli_runs.environment() | {"PYTHONDONTWRITEBYTECODE": ""}
         environment |= {"JAX_ENABLE_COMPILATION_CACHE": str(cached).lower()}
         if count > 1:
@@ -140,14 +179,6 @@ class Job:
         return phase, left
 
 
-def arguments(shape, run):
-    every = 1 if shape == "every-step" else 2
-    orbax = f"checkpointer={{type: orbax, every_steps: {every}}}"
-    checkpointer = orbax if shape.startswith("orbax") else f"checkpointer.every_steps={every}"
-    settings = (checkpointer, "trackers=[{type: jsonl}]")
-    return cli_runs.arguments(run, steps=STEPS, settings=settings, more=SHAPES[shape])
-
-
 def descendants(pid):
     """Process ids below one, all the way down."""
     below = []
@@ -185,11 +216,11 @@ def digest(run):
     return result.hexdigest()
 
 
-def wait_for(moment, job, run, draw, longest):
+def wait_for(moment, job, run, draw, shape):
     """Returns at the moment, or with False where the job ended before it."""
     steps, events, end = len(cli_runs.logged(run)), None, time.monotonic() + 300
-    goal = steps + draw.randint(2, 12)
-    delay = longest[moment] * draw.random()
+    goal = steps + draw.randint(2, max(3, shape.steps // 7))
+    delay = shape.seconds[moment] * draw.random()
     if moment == "read":
         newest = run / "checkpoints" / str(checkpoints(run)[-1]) / "state"
         events = FileEvents([newest / "weights", newest / "others"], IN_OPEN)
@@ -206,8 +237,10 @@ def wait_for(moment, job, run, draw, longest):
                 passed = len(cli_runs.logged(run)) >= goal
             elif moment == "start":
                 passed = True
-            else:
+            elif events:
                 passed = any(n.endswith((".bin", ".partial", "manifest.ocdbt")) for n in events.names())
+            else:
+                passed = len(cli_runs.logged(run)) >= goal - 2 and shape.is_passed(moment, run, job)
             time.sleep(0 if events else 0.002)
         time.sleep(delay)
         return not job.over()
@@ -216,50 +249,42 @@ def wait_for(moment, job, run, draw, longest):
             events.close()
 
 
-def trace(run, whole):
-    """What differs from the run that was never killed, as far as this one is; empty: nothing."""
-    rows, expected = [(m["step"], m["loss"]) for m in cli_runs.metrics(run) if "loss" in m], cli_runs.losses(whole)
-    if rows != expected[: len(rows)]:
-        return f"losses differ: {next(pair for pair in zip(rows, expected, strict=False) if pair[0] != pair[1])}"
-    return ""
-
-
 def finish(shape, run, whole, folder):
     """Lets a run come to its end; returns what differs."""
     job = Job.start(shape, run, folder)
     codes = [process.wait(1800) for process in job.processes]
     if any(codes):
         return f"exit codes {codes}: {(folder / 'stderr-0').read_text()[-1500:]}"
-    if len(cli_runs.losses(run)) != STEPS:
-        return f"{len(cli_runs.losses(run))} steps, not {STEPS}"
-    return trace(run, whole) or ("" if digest(run) == digest(whole) else "the last checkpoint differs")
+    if len(cli_runs.losses(run)) != shape.steps:
+        return f"{len(cli_runs.losses(run))} steps, not {shape.steps}"
+    return shape.trace(run, whole) or ("" if digest(run) == digest(whole) else "the last checkpoint differs")
 
 
 def kill_many(shape, kills, folder):
     """Kills runs of a shape so many times, each resumed by the next attempt; yields a row for each kill.
 
     A run that a kill left a trace in is given up, and another begun. The row has the moment aimed at, the phase at death,
-    whether a save was cut in two, and what differs after it (`trace`). Raises `AssertionError` where a run that came to its end
-    differs, or where one that is never killed fails.
+    whether a save was cut in two, and what differs after it (`Shape.trace`). Raises `AssertionError` where a run that came to
+    its end differs, or where one that is never killed fails.
     """
-    draw, whole, runs = random.Random(shape), folder / "whole", itertools.count()
+    draw, whole, runs = random.Random(shape.name), folder / "whole", itertools.count()
     if problem := finish(shape, whole, whole, folder):
-        raise AssertionError(f"{shape} without a kill: {problem}")
+        raise AssertionError(f"{shape.name} without a kill: {problem}")
     run = folder / f"run-{next(runs)}"
     count = attempts = 0
     while count < kills and attempts < 3 * kills:
         attempts += 1
-        moment = MOMENTS[count % len(MOMENTS)]
+        moment = shape.moments[count % len(shape.moments)]
         if not checkpoints(run) and moment in ("read", "save"):
             moment = "step"
         if moment == "compile":
             shutil.rmtree(run / "compiled", ignore_errors=True)
         before = partial_saves(run)
         job = Job.start(shape, run, folder, cached=moment != "compile")
-        landed = wait_for(moment, job, run, draw, SECONDS | (SECONDS_OF_ORBAX if shape.startswith("orbax") else {}))
+        landed = wait_for(moment, job, run, draw, shape)
         ranks = range(len(job.processes))
         phase, left = job.kill(draw.choice([[0], [ranks[-1]], list(ranks)]))
-        problem = trace(run, whole)
+        problem = shape.trace(run, whole)
         if not landed and any(process.returncode not in (0, -9) for process in job.processes):
             problem = f"ended by itself with {[p.returncode for p in job.processes]}: {(folder / 'stderr-0').read_text()[-1500:]}"
         elif not landed:  # came to its end before the moment
@@ -271,19 +296,19 @@ def kill_many(shape, kills, folder):
             problem = problem or f"processes outlived it: {left}"
         torn = bool(partial_saves(run) - before)
         count += 1
-        row = {"shape": shape, "kill": count, "moment": moment, "phase": phase, "torn": torn}
+        row = {"shape": shape.name, "kill": count, "moment": moment, "phase": phase, "torn": torn}
         row |= {"steps": len(cli_runs.logged(run)), "seconds": round(time.monotonic() - job.begin, 1), "trace": problem}
         yield row
         if problem:
             run = folder / f"run-{next(runs)}"
     if problem := finish(shape, run, whole, folder):
-        raise AssertionError(f"{shape} after {count} kills: {problem}")
+        raise AssertionError(f"{shape.name} after {count} kills: {problem}")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="of each shape")
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+def main(shapes=SHAPES, description=__doc__, kills=20):
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=kills, help="of each shape")
+    parser.add_argument("--shapes", nargs="*", default=list(shapes))
     parser.add_argument("--record", type=Path, help="a file of JSON lines, one for each kill")
     options = parser.parse_args()
     total = collections.Counter()
@@ -305,8 +330,8 @@ def main():
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
         }
         os.environ.setdefault("XLA_FLAGS_OF_ONE_DEVICE", "")
-        for shape in options.shapes:
-            folder = Path(root) / shape
+        for shape in (shapes[name] for name in options.shapes):
+            folder = Path(root) / shape.name
             folder.mkdir()
             rows = []
             try:
@@ -314,14 +339,14 @@ def main():
                     record(row)
                     rows.append(row)
             except Exception as error:  # the other shapes go on
-                record({"shape": shape, "trace": f"given up: {error!r}"})
+                record({"shape": shape.name, "trace": f"given up: {error!r}"})
                 total["given up"] += 1
             total.update(kills=len(rows), traces=sum(bool(r["trace"]) for r in rows))
             phases = collections.Counter(r["phase"] for r in rows)
             others = len(rows) - sum(phases[p] for p in ("start", "restore", "compile"))
             torn, traces = sum(r["torn"] for r in rows), sum(bool(r["trace"]) for r in rows)
             counts = (len(rows), phases["start"], phases["restore"], phases["compile"], others, torn, traces)
-            lines.append(f"| {shape} | " + " | ".join(map(str, counts)) + " |")
+            lines.append(f"| {shape.name} | " + " | ".join(map(str, counts)) + " |")
             print(lines[-1], flush=True)
             shutil.rmtree(folder)
     summary = f"{total['kills']} kills, {total['traces']} left a trace, {total['given up']} shapes given up"

@@ -1,36 +1,25 @@
 """Compare log-probabilities of steps with a training program's `score`, bit for bit."""
 
-import attrs
 import jax
 import numpy as np
 
 from axlearn_core.compose import Functional
 from axlearn_core.compose.model_program import ModelProgram
-from axlearn_core.config import map as map_nodes
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_plugins_serving.contracts import Sampling
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.engine_devices import serving_program
 from axlearn_plugins_serving.runner import ModelRunner
+from axlearn_plugins_transformer.batch_invariant import with_invariant_kernels
 from axlearn_plugins_transformer.functions import ScoreBucket
 from support.serving_models import SIZES, Requests, prompts
-
-
-def invariant(cfg):
-    """Return the model with batch-invariant attention."""
-
-    def place(part):
-        caches = {"kv_cache", "latent_cache"} & {a.name for a in attrs.fields(type(part))}
-        return attrs.evolve(part, kernel="invariant") if caches else part
-
-    return map_nodes(cfg, place)
 
 
 class Scores:
     """Return `score` of the training program, one target at a time."""
 
     def __init__(self, cfg, of, rows=2, length=48):
-        self.program = ModelProgram(Functional.from_config(invariant(cfg)), jax.local_devices()[:1])
+        self.program = ModelProgram(Functional.from_config(with_invariant_kernels(cfg)), jax.local_devices()[:1])
         self.weights = self.program.place(self.program.functional.extract_weights(of))
         self.shape = rows, length
         self.score = self.program.compile("score", ScoreBucket(rows, length, 32))

@@ -15,6 +15,10 @@ HERMES = (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 """A template in the style of Qwen 3."""
+HERMES_WITH_ENDS = HERMES.replace(
+    "{% endfor %}\n", "{% endfor %}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}"
+)
+"""The template with an end token after each answer."""
 WEATHER = {
     "type": "function",
     "function": {
@@ -30,10 +34,10 @@ WEATHER = {
 }
 
 
-def hermes_template(folder):
+def hermes_template(folder, source=HERMES):
     """Write the template to a folder and build it."""
     path = folder / "hermes.jinja"
-    path.write_text(HERMES)
+    path.write_text(source)
     return ChatTemplate.Config(path=str(path)).build(tokenizer=ByteTokenizer.Config().build())
 
 

@@ -11,6 +11,8 @@ from axlearn_core.config import get, patch
 from axlearn_core.errors import PluginError, RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
+from axlearn_testing.dropped import needed_features
+from support.rollout_batches import random_batch
 
 ROWS, LENGTH, VOCABULARY = 16, 16, 64
 
@@ -60,7 +62,7 @@ def use(name):
     """The text of `--with` for a feature, and for those that it needs."""
     cls = registry().feature(name)
     options = OPTIONS.get(name, cls.example)
-    return [f"{name}:{options}" if options else name, *(text for n in cls.needs for text in use(n))]
+    return [f"{name}:{options}" if options else name, *(text for n in needed_features(name) for text in use(n))]
 
 
 @functools.cache
@@ -101,8 +103,13 @@ def batch_for(cfg, seed=0):
     shapes = getattr(cfg.input, "batch_shapes", dict)()
     if set(shapes) <= {"tokens", "targets", "weights", "segment_ids", "positions"}:
         return batch(seed)
-    rows = {prefix: batch(seed + i) for i, prefix in enumerate(sorted({n.rpartition("_")[0] for n in shapes}))}
-    return {name: rows[name.rpartition("_")[0]][name.rpartition("_")[2]] for name in shapes}
+    if "advantages" in shapes:
+        rollouts = random_batch(seed, ROWS, LENGTH, VOCABULARY)
+        return {name: rollouts[name] for name in shapes}
+    labels = {"labels": np.arange(ROWS, dtype=np.float32) % 2} if "labels" in shapes else {}
+    names = [name for name in shapes if name not in labels]
+    rows = {prefix: batch(seed + i) for i, prefix in enumerate(sorted({n.rpartition("_")[0] for n in names}))}
+    return {**{name: rows[name.rpartition("_")[0]][name.rpartition("_")[2]] for name in names}, **labels}
 
 
 def filled(functional):

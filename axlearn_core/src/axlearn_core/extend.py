@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from axlearn_core.cli.extensible import ExtensibleCommand
     from axlearn_core.cli.terminal import echo
-    from axlearn_core.compose import FrozenModel, Function, Functional, ModelWeights, Program, compose
+    from axlearn_core.compose import FrozenModel, Function, Functional, ModelWeights, Program, TrainedModel, compose
     from axlearn_core.config import (
         REQUIRED,
         Configurable,
@@ -97,7 +97,7 @@ _MODULES = {
     ),
     "cli.extensible": ("ExtensibleCommand",),
     "cli.terminal": ("echo",),
-    "compose": ("FrozenModel", "Function", "Functional", "ModelWeights", "Program", "compose"),
+    "compose": ("FrozenModel", "Function", "Functional", "ModelWeights", "Program", "TrainedModel", "compose"),
     "config": (
         "REQUIRED", "Configurable", "Node", "Scaled", "check", "diff", "find", "get", "interface", "node", "offers", "patch",
         "replace_config", "setting", "size_of",

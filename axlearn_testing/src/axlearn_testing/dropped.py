@@ -47,7 +47,13 @@ def add_needs(*texts: str) -> tuple[str, ...]:
 
 def _needed_names(texts: Iterable[str]) -> list[str]:
     names = sorted({text.partition(":")[0] for text in texts})
-    return list(dict.fromkeys(other for name in names for other in registry().feature(name).needs))
+    return list(dict.fromkeys(other for name in names for other in needed_features(name)))
+
+
+def needed_features(name: str) -> tuple[str, ...]:
+    """Return the names of the features that the example of a feature requires."""
+    feature = registry().feature(name)
+    return (*feature.needs, *feature.example_needs)
 
 
 def feature_text(name: str) -> str:

@@ -9,7 +9,7 @@ from axlearn_core.plugins.feature import STAGES, Feature
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
-from axlearn_testing.dropped import add_needs, feature_text, find_dropped_or_refusal
+from axlearn_testing.dropped import add_needs, feature_text, find_dropped_or_refusal, needed_features
 
 
 class FeatureSuite:
@@ -155,7 +155,7 @@ class FeatureSuite:
 
     def needs(self) -> tuple[str, ...]:
         """Return `NAME:EXAMPLE` for each feature that this feature needs."""
-        return tuple(feature_text(name) for name in registry().feature(self.name).needs)
+        return tuple(feature_text(name) for name in needed_features(self.name))
 
     def tree(self, experiment: str) -> Node[Any]:
         """Return the config of an experiment, with the needed features if they can be applied."""

@@ -125,8 +125,9 @@ OF_A_CHECKPOINT = {
     "upcycle": ["OUT"],
 }
 """Commands with `--step` of a run, and what else they need."""
-ELSEWHERE = {"serve", "checkpoint import-orbax", "replay", "runs compare"}
-"""Commands whose own tests try `--step`: they set up devices, read no run or two, or compute the step after a checkpoint."""
+ELSEWHERE = {"rl sample", "serve", "checkpoint import-orbax", "replay", "runs compare"}
+"""Commands whose own tests try `--step`: they set up devices, need a task, read no run or two, or compute the step after a
+checkpoint."""
 
 
 def test_these_are_the_commands_that_read_a_checkpoint():

@@ -48,7 +48,7 @@ def on_a_terminal(*command):
     return b"".join(parts).decode()
 
 
-@pytest.mark.fast_cases("command2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [("diff", "quickstart", "FILE"), ("explain", "FILE", "input.source"), ("show", "FILE", "--flat")]
 )

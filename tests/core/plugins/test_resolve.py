@@ -1,6 +1,7 @@
 """From a request to a config: the order of steps, conflicts, and who set what."""
 
 import itertools
+import re
 
 import pytest
 
@@ -276,6 +277,31 @@ def test_features_that_fail():
         resolve("toy", with_=["toy-misfit"])
     with pytest.raises(PluginError, match=r"'toy-broken'[\s\S]*KeyError: 'oops'[\s\S]*toy_features.py:"):
         resolve("toy", with_=["toy-broken"])
+
+
+MISFIT = """
+from axlearn_core.config import node
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.plugins.feature import Feature
+
+@node
+class Late(Feature):
+    stage = "wrap"
+
+    def apply(self, cfg):
+        raise ConfigError(Problem(path="model.feed_forward", message="late needs a toy-feedforward"))
+"""
+
+
+def test_a_misfit_names_the_feature_that_set_the_value(install):
+    install("axlearn-plugins-late", modules={"late_part": MISFIT}, points={"features": {"late": "late_part:Late"}})
+    with pytest.raises(RequestError) as alone:
+        resolve("toy", with_=["late"])
+    assert "\nmodel.feed_forward: late needs a toy-feedforward" in str(alone.value)
+    with pytest.raises(RequestError) as both:
+        resolve("toy", with_=["late", "toy-moe:num_experts=2"])
+    setter = r"set by feature toy-moe \(axlearn-plugins-toy 0.3\)"
+    assert re.search(rf"'late' .* does not fit this config:\n{setter}: model.feed_forward: late needs", str(both.value))
 
 
 CHIP = """

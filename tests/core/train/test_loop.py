@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ class Session:
         self.start_step = self.step = 0
         self.max_steps, self.log_every_steps = 100, 100
         self.flops_per_step = self.peak_flops = None
-        self.metrics, self.saved = {}, []
+        self.metrics, self.saved, self.host_scalars = {}, [], {}
         self.checkpointer = SimpleNamespace(wait=lambda: None)
 
     def save(self, force):
@@ -59,6 +60,20 @@ def test_only_nonfinite_steps_in_a_row_count():
 def test_finished_steps_are_saved_if_the_input_fails(step, saved):
     session = Session()
     session.step = step
+    with pytest.raises(OSError, match="the disk is gone"):
+        TrainLoop._next_batch(session, _StepScalars(session, 0))
+    assert session.saved == saved
+
+
+@pytest.mark.parametrize(
+    ("batches", "saved"),
+    [(object(), []), (SimpleNamespace(follows_training="are rollouts"), [3])],
+    ids=["read", "made"],
+)
+def test_several_processes_save_only_if_the_input_fails_on_all(batches, saved, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    session = Session()
+    session.step, session.batches = 3, batches
     with pytest.raises(OSError, match="the disk is gone"):
         TrainLoop._next_batch(session, _StepScalars(session, 0))
     assert session.saved == saved

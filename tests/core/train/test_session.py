@@ -3,9 +3,10 @@
 import signal
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from axlearn_core.errors import InputError
+from axlearn_core.errors import CheckpointError, InputError
 from axlearn_core.run.events import RunListener
 from axlearn_core.run.record import RunDir
 from axlearn_core.train.session import Session
@@ -28,6 +29,7 @@ class Checkpointer:
 
     def save(self, step, state, *, extra, metrics):
         self.saved[step] = metrics
+        self.extra = extra
 
     def latest_step(self):
         return None
@@ -115,3 +117,52 @@ def test_the_first_checkpoint_is_noted_in_the_lock_once_it_is_complete(session, 
     monkeypatch.setattr(session.checkpointer, "latest_step", lambda: 2)
     session.record_checkpoint()
     assert session.run_dir.read_lock() == {"run": "id", "saved": True}
+
+
+class Buffer:
+    """A loop that holds samples."""
+
+    def __init__(self, rows=()):
+        self.rows = list(rows)
+
+    def get_state(self):
+        return {"rows": self.rows}
+
+    def set_state(self, state):
+        self.rows = state["rows"]
+
+
+def test_checkpoints_contain_the_state_of_the_loop(session):
+    session.loop = Buffer([np.arange(3, dtype=np.int32)])
+    session.step = 2
+    session.save()
+    saved, session.loop = session.checkpointer.extra, Buffer()
+    session.restore_loop(saved)
+    assert [row.tolist() for row in session.loop.rows] == [[0, 1, 2]]
+
+
+def test_a_loop_without_state_rejects_the_state_of_another_loop(session):
+    session.loop = Buffer([np.zeros(2)])
+    session.step = 2
+    session.save()
+    session.loop = None
+    with pytest.raises(CheckpointError, match="the state of another training loop"):
+        session.restore_loop(session.checkpointer.extra)
+    session.restore_loop({"step": 2})  # a checkpoint without a loop's state
+
+
+def test_a_shared_resource_is_built_once_and_closed_at_the_end(session):
+    events = []
+
+    class Engine:
+        def close(self):
+            events.append("closed")
+
+    def build():
+        events.append("built")
+        return Engine()
+
+    assert session.share("engine", build) is session.share("engine", build)
+    assert session.share("name", lambda: "plain") == "plain"
+    session.closing.close()
+    assert events == ["built", "closed"]

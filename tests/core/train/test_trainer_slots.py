@@ -3,11 +3,13 @@
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from axlearn_core.config import Configurable, check
+from axlearn_core.config import Configurable, check, node
 from axlearn_core.errors import ConfigError
 from axlearn_core.train.evaluators import Periodic
+from axlearn_core.train.loop import TrainLoop
 from axlearn_testing import train as suite
 
 
@@ -68,7 +70,64 @@ class Words(suite.Noise):
         raise AssertionError("never built without a vocabulary")
 
 
+class Reluctant(suite.Noise):
+    """An input that declares its shapes and counts the batches that were read."""
+
+    read: ClassVar[list[int]] = []
+
+    @node
+    class Config(suite.Noise.Config):
+        def batch_shapes(self):
+            return {"x": ((8, 4), "float32"), "y": ((8, 2), "float32")}
+
+    def train(self):
+        self.read.clear()
+        return Counted(self.read)
+
+
+class Counted(suite.Numbers):
+    def __init__(self, read):
+        super().__init__()
+        self.batches_read = read
+
+    def __next__(self):
+        self.batches_read.append(self.position)
+        return super().__next__()
+
+
+class Stateful(TrainLoop):
+    """A loop whose checkpoints hold the steps that it has begun."""
+
+    restored: ClassVar[list[Any]] = []
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.steps = np.zeros(0, np.int64)
+
+    def get_state(self):
+        return {"steps": self.steps}
+
+    def set_state(self, state):
+        self.steps = state["steps"]
+        self.restored.append(self.steps.tolist())
+
+    def _step(self, session, batch):
+        self.steps = np.append(self.steps, session.step)
+        return super()._step(session, batch)
+
+
 RUN = suite.TrainerSuite()
+
+
+def test_the_first_compile_reads_no_batch_if_the_input_declares_shapes(tmp_path):
+    RUN.run(tmp_path / "run", input=Reluctant.Config(), max_steps=2)
+    assert Reluctant.read == [0, 1]
+
+
+def test_a_loop_gets_its_state_back_from_the_checkpoint(tmp_path):
+    RUN.run(tmp_path / "run", loop=Stateful.Config(), max_steps=2)
+    RUN.run(tmp_path / "run", loop=Stateful.Config(), max_steps=4)
+    assert Stateful.restored == [[0, 1]]
 
 
 def test_a_watchdog_hears_of_every_phase(tmp_path):

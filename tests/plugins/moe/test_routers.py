@@ -262,3 +262,16 @@ def test_its_state_is_float32_and_no_parameter():
     assert functional.variable_axes == {"bias": ("experts",)}
     assert functional.totals.keys() == {"load"}
     assert functional.batch_dependence == ()  # a step in microbatches is the same
+
+
+@pytest.mark.parametrize("experts", [2, 8])
+def test_batch_invariant_logits_do_not_depend_on_the_number_of_tokens(experts):
+    sizes = {"input_dim": 64, "num_experts": experts, "top_k": 2, "rngs": nnx.Rngs(0), "precision": Precision()}
+    router = SoftmaxRouter.Config().build(**sizes, batch_invariant=True)
+    logits = jax.jit(router.logits)
+    x = np.random.default_rng(0).standard_normal((1, 256, 64)).astype(np.float32)
+    many, few = np.asarray(logits(x)), np.asarray(logits(x[:, :64]))
+    assert many.shape[-1] == experts
+    assert many[:, :64].tobytes() == few.tobytes()
+    plain = SoftmaxRouter.Config().build(**{**sizes, "rngs": nnx.Rngs(0)})
+    assert np.allclose(plain.logits(jnp.asarray(x)), many, atol=1e-5)

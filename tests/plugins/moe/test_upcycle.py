@@ -41,6 +41,7 @@ def dense():
     return functional, params, logits(functional, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "feature",
     [

@@ -64,7 +64,7 @@ def same(got, expected):
 FORMATS = [("--ocdbt", "--zarr3"), ("--ocdbt", "--no-zarr3"), ("--no-ocdbt", "--zarr3"), ("--no-ocdbt", "--no-zarr3")]
 
 
-@pytest.mark.fast_cases("--no-ocdbt --zarr3", "--ocdbt --no-zarr3")
+@pytest.mark.slow
 @pytest.mark.parametrize("options", FORMATS, ids=" ".join)
 def test_maxtext_finds_its_tree(run, weights, options, tmp_path):
     succeed("export-orbax", run, tmp_path / "out", *options)

@@ -83,6 +83,7 @@ def loss_and_summaries(instance):
     return jax.device_get(compiled(places, instance.put(toy_models.batch(rows=4))))
 
 
+@pytest.mark.slow
 def test_stages_report_the_losses_of_microbatches_in_sequence():
     (loss, report), (loss_there, report_there) = (
         loss_and_summaries(program("pipeline:microbatches=2", "moe:num_experts=2,top_k=1", shape=shape))

@@ -54,7 +54,7 @@ def test_tiles_divide_the_input():
         build(WeightOnlyLinear.Config(tile_size=48))
 
 
-@pytest.mark.fast_cases("int4-0.145")
+@pytest.mark.slow
 @pytest.mark.parametrize(("storage", "share"), [("int8", 0.27), ("int4", 0.145)])
 def test_a_stored_model_computes_the_same_from_less(toy, batch, storage, share):
     config = toy({"model.decoder.hidden_dim": 128, "model.decoder.layer.feed_forward.hidden_dim": 256})

@@ -39,6 +39,7 @@ def draw(*shape):
     return jnp.asarray(np.random.default_rng(0).integers(0, 64, shape), jnp.int32)
 
 
+@pytest.mark.slow
 @ONE
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_document_does_not_depend_on_the_one_before_it(feature):
@@ -87,6 +88,7 @@ def test_a_server_gives_the_tokens_of_generate(feature, sizes):
     assert (statistics.preemptions > 0) == ("runner.num_blocks" in sizes)
 
 
+@pytest.mark.slow
 def test_a_server_keeps_one_state_per_request():
     model = make(FEATURES["delta"])
     with serve(
@@ -98,6 +100,7 @@ def test_a_server_keeps_one_state_per_request():
     assert cache[1]["pages"].shape[0] == 6, "pages of 32 tokens for three requests of 64"
 
 
+@pytest.mark.slow
 def test_latent_attention_next_to_a_recurrent_layer_is_paged():
     config = resolve(patch(resolve("quickstart").config, serving_models.SMALL), with_=[FEATURES["delta"], "mla"]).config
     model = config.model.build(rngs=nnx.Rngs(0))
@@ -130,6 +133,7 @@ def test_padding_leaves_the_state_unchanged():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), padded, exact)
 
 
+@pytest.mark.slow
 def test_strengths_may_be_up_to_two():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 8)), jnp.float32)
     one, two = (

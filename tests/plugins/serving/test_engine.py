@@ -217,7 +217,8 @@ def test_a_constraint_that_fails_ends_its_request_alone(pattern, message, count)
 
 
 def test_the_token_that_ends_an_output_is_reported():
-    one, sampling = engine(end=frozenset(range(0, 97, 2))), Sampling(temperature=0.0, stop_tokens=frozenset({1, 3, 5}))
+    one = engine(end=frozenset(range(0, 97, 2)))
+    sampling = Sampling(temperature=0.0, stop_tokens=frozenset({1, 3, 5}), logprobs=2)
     outputs = run(one, [Request(id=str(i), prompt=(i,), sampling=sampling) for i in range(20)])
     for (*_, last), request in zip(outputs.values(), outputs, strict=True):
         want, reason = expected(
@@ -227,6 +228,9 @@ def test_the_token_that_ends_an_output_is_reported():
         if reason == "stop":
             stop = fake_runner.next_token((int(request), *want), sampling, 0, len(want), 97)
             assert last.stop_token == stop
+            assert last.stop_logprobs == fake_runner.logprobs_of((int(request), *want), stop, 2)
+        else:
+            assert last.stop_logprobs is None
 
 
 def test_several_tokens_come_from_one_step_where_all_decode():
@@ -255,6 +259,10 @@ BAD = {
     "temperature": ({"sampling": Sampling(temperature=float("nan"))}, "temperature: got nan"),
     "cold": ({"sampling": Sampling(temperature=-1)}, "temperature: got -1"),
     "top_p": ({"sampling": Sampling(top_p=-0.5)}, "top_p: got -0.5"),
+    "sampling_logprobs": (
+        {"sampling": Sampling(sampling_logprobs=True)},
+        "sampling_logprobs: got True, expected False",
+    ),
     "repetition": (
         {"sampling": Sampling(repetition_penalty=0)},
         "repetition_penalty: got 0, expected a finite number above 0",

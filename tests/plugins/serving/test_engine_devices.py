@@ -89,7 +89,7 @@ def test_the_mesh_of_the_training_does_not_matter():
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("number", [2, 4])
 def test_devices_that_share_products_give_the_tokens_of_one(number, transposed, monkeypatch):
-    monkeypatch.setattr("axlearn_plugins_serving.runner.stores_transposed", lambda model, devices: transposed)
+    monkeypatch.setattr("axlearn_plugins_serving.serving_linear.stores_transposed", lambda model, devices: transposed)
     cfg = config(tensor_parallel=number)
     built = model().build(rngs=nnx.Rngs(0))
     program = serving_program(model(), Mesh(), cfg)
@@ -98,7 +98,7 @@ def test_devices_that_share_products_give_the_tokens_of_one(number, transposed, 
         runner = engine.engine.runner
         assert runner.program.layout.mesh.size == number
         name = "attention.output.matrix" if transposed else "attention.output.weight"
-        weight = next(w for path, w in runner._arrays.items() if path.endswith(name))
+        weight = next(w for path, w in runner.weights.arrays.items() if path.endswith(name))
         split = weight.addressable_shards[0].data.shape
         assert weight.ndim == (2 if transposed else 3)
         assert np.prod(split) * number == weight.size, "each device holds a different shard"

@@ -6,19 +6,24 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import attrs
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import axlearn_core as ax
+from axlearn_core.compose import Functional
 from axlearn_core.config import patch, replace_config
 from axlearn_core.errors import RequestError
-from axlearn_plugins_serving.contracts import Sampling
+from axlearn_plugins_serving.contracts import Request, Sampling
 from axlearn_plugins_serving.drafting import ModelDrafter, NgramDrafter
 from axlearn_plugins_serving.local_engine import serve
+from axlearn_plugins_transformer.batch_invariant import with_invariant_kernels
 from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.generate import Generator
+from axlearn_plugins_transformer.token_logprobs import scale_logits, token_logprobs
 from support import toy_models
 from support.extended_models import DraftingCaptioner, Successor
 
@@ -267,3 +272,73 @@ def test_a_model_without_heads_cannot_draft():
     message = r"CausalLM cannot draft tokens: it has no method `draft`\n *got: serving.drafter=model-drafter\n *fix: "
     with pytest.raises(RequestError, match=message):
         serve(model(), set={**SIZES, "drafter": ModelDrafter.Config()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_sampling_logprobs_have_the_bits_of_training_in_parity_mode(temperature):
+    built = model()
+    sampling = Sampling(temperature=temperature, max_tokens=6, ignore_end=True, logprobs=0, sampling_logprobs=True)
+    with serve(built, set={**SIZES, "runner.mode": "parity"}, warm_up=False) as engine:
+        requests = [
+            Request(id=str(i), prompt=tuple(prompt), sampling=attrs.evolve(sampling, seed=i))
+            for i, prompt in enumerate(prompts_at_random(6, seed=2))
+        ]
+        results = [future.result(600) for future in engine.submit_all(requests)]
+        again = [engine.submit(request).result(600) for request in requests]
+        options = engine.engine.runner.program.options("serve")
+    assert [r.sample.drawn_logprobs for r in results] == [r.sample.drawn_logprobs for r in again]
+    tokens = np.zeros((len(results), 64), np.int32)
+    for row, result in zip(tokens, results, strict=True):
+        row[: len(result.prompt) + 6] = [*result.prompt, *result.tokens]
+    functional = Functional.from_config(with_invariant_kernels(built.cfg))
+
+    @functools.partial(jax.jit, compiler_options=options)
+    def train(weights, tokens, targets, temperatures):  # a training step reads temperatures from its batch
+        logits = functional.bind(weights.params, weights.variables)(tokens).astype(jnp.float32)
+        return token_logprobs(scale_logits(logits, temperatures), targets)[0]
+
+    temperatures = np.full((len(tokens), 1), temperature, np.float32)
+    want = np.asarray(train(functional.extract_weights(built), tokens, np.roll(tokens, -1, axis=1), temperatures))
+    for row, result in zip(want, results, strict=True):
+        got = np.asarray([place.sampling_logprob for place in result.sample.drawn_logprobs], np.float32)
+        begin = len(result.prompt) - 1
+        assert got.tobytes() == row[begin : begin + 6].tobytes()
+        if temperature == 1.0:
+            assert [place.logprob for place in result.logprobs] == got.tolist()
+
+
+@pytest.mark.slow
+def test_an_engine_sleeps_between_batches():
+    prompts = prompts_at_random(4, seed=11)
+    with serve(model(), set=SIZES, warm_up=False) as engine:
+        before = engine.generate(prompts, max_tokens=6, temperature=0)
+        engine.sleep()
+        assert engine.is_sleeping
+        with pytest.raises(RequestError, match="the engine sleeps"):
+            engine.generate(prompts, max_tokens=6)
+        engine.wake_up()
+        after = engine.generate(prompts, max_tokens=6, temperature=0)
+        future = engine.submit(Request(id="a", prompt=(1,), sampling=Sampling(max_tokens=40, ignore_end=True)))
+        with pytest.raises(RequestError, match="requests are running"):
+            engine.sleep()
+        assert len(future.result(600).tokens) == 40
+    assert [g.tokens for g in before] == [g.tokens for g in after]
+
+
+@pytest.mark.slow
+def test_earlier_requests_do_not_change_the_bits_of_a_batch():
+    """Slots and blocks differ, but no numbers, also outside the mode `parity`."""
+    prompts = [tuple(prompt) for prompt in prompts_at_random(12, seed=12)]
+    sampling = Sampling(max_tokens=9, logprobs=0, sampling_logprobs=True)
+    requests = [
+        Request(id=str(i), prompt=p, sampling=attrs.evolve(sampling, seed=i)) for i, p in enumerate(prompts * 2)
+    ]
+    results = []
+    with serve(model(), set=SIZES, warm_up=False) as engine:
+        for count in (0, 1, 5):
+            engine.generate(prompts_at_random(1 + count, seed=count), max_tokens=7 + count)
+            engine.update_weights(model())
+            futures = engine.submit_all(requests)
+            results.append([future.result(600).sample.drawn_logprobs for future in futures])
+    assert results[0] == results[1] == results[2]

@@ -13,8 +13,10 @@ from axlearn_core.cli.main import cli
 from axlearn_core.config import patch
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_plugins_serving.engine import ServingEngine
-from axlearn_plugins_serving.open_engine import build_engine, open_engine
+from axlearn_plugins_serving.open_engine import build_engine, fit_config, open_engine
 from axlearn_plugins_transformer.embedding import LearnedPositions
+from axlearn_plugins_transformer.text import ByteTokenizer
+from axlearn_plugins_transformer.text.processor import TextProcessor
 from support import cli_runs
 from support.paths import HF_FIXTURES
 
@@ -33,6 +35,16 @@ def run(tmp_path_factory):
 
 def config(**changes):
     return patch(ServingEngine.Config(), {**SIZES, **changes})
+
+
+@pytest.mark.parametrize(("setting", "pooling"), [(None, "mean"), ("last", "last"), ("off", "off")])
+def test_the_pooling_of_the_model_is_the_default(setting, pooling):
+    text = TextProcessor.Config(pooling="mean").build(tokenizer=ByteTokenizer.Config().build())
+    fitted = config(**{"runner.pooling": setting})
+    for _ in range(2):
+        fitted = fit_config(fitted, None, text)
+    assert fitted.runner.pooling == pooling
+    assert bool(fitted.runner.embed_buckets) == (setting != "off")
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ from flax import nnx
 from axlearn_core.compose import Functional
 from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
-from axlearn_plugins_serving.parity import ROWS, WIDE_MAP_ROWS, min_rows
+from axlearn_plugins_serving.local_engine import serve
+from axlearn_plugins_serving.parity import NARROW_MAP_ROWS, NARROW_OUTPUTS, ROWS, WIDE_MAP_ROWS, min_rows
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.kernels.hooks import axlearn_kernels
 from support.score_parity import Scores, check_parity_scores
@@ -20,6 +21,48 @@ from support.serving_models import SIZES, config, model, prompts
 @pytest.mark.parametrize("features", [(), ("alibi",), ("interleave",)], ids=str)
 def test_log_probabilities_are_bitwise_those_of_training(features):
     check_parity_scores(config(*features), model(*features))
+
+
+LORA = "lora:target=model.**"
+FAMILIES = [("moe",), ("mla",), (LORA,), ("mla", "moe"), ("moe:top_k=4", LORA), ("mla", LORA)]
+
+
+def trained_model(cfg):
+    """Build a model whose adapters have an effect."""
+    of = cfg.build(rngs=nnx.Rngs(0))
+    for path, value in nnx.to_flat_state(nnx.state(of, nnx.Param)):
+        if path[-1] == "lora_b":
+            key = jax.random.key(len(path))
+            nnx.update(of, nnx.from_flat_state([(path, value.replace(0.1 * jax.random.normal(key, value.shape)))]))
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", FAMILIES, ids=str)
+def test_experts_latents_and_adapters_are_bitwise_those_of_training(features):
+    cfg = config(*features)
+    check_parity_scores(cfg, trained_model(cfg), seeds=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", [(), *FAMILIES[:3]], ids=str)
+def test_an_engine_that_preempts_and_reuses_prefixes_is_bitwise(features):
+    """Log-probabilities of sampled tokens, with blocks for half of the requests and prompts that share their start."""
+    cfg = config(*features)
+    of, rng = trained_model(cfg), np.random.default_rng(0)
+    start = rng.integers(0, 64, 9).tolist()
+    some = [[*start, *rng.integers(0, 64, n).tolist()] for n in (1, 3, 6, 2)]
+    scores, settings = Scores(cfg, of), {f"runner.{name}": value for name, value in SIZES.items()}
+    with serve(of, set={**settings, "runner.mode": "parity", "runner.num_blocks": 18}, warm_up=False) as engine:
+        engine.generate([start], max_tokens=1)
+        generations = engine.generate(some, n=2, max_tokens=16, temperature=1.0, seed=0)
+        assert engine.statistics().preemptions > 0
+        assert engine.statistics().cached_prompt_tokens > 0
+    for generation in generations:
+        for sample in generation.samples:
+            tokens = [*generation.prompt, *sample.tokens]
+            got = np.asarray([x.logprob for x in sample.logprobs], np.float32)
+            assert got.tobytes() == scores(tokens, len(generation.prompt)).tobytes()
 
 
 @pytest.mark.slow
@@ -108,6 +151,26 @@ def test_other_maps_need_all_rows(change):
 
 
 @pytest.mark.slow
+def test_adapters_of_a_small_rank_are_bitwise_those_of_training():
+    cfg = config("lora:target=model.**,rank=4")
+    assert min_rows(Functional.from_config(cfg).describe()) == NARROW_MAP_ROWS
+    assert min_rows(Functional.from_config(config(LORA)).describe()) == ROWS
+    check_parity_scores(cfg, trained_model(cfg), seeds=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outputs", [1, 4, NARROW_OUTPUTS, NARROW_OUTPUTS + 1])
+@pytest.mark.parametrize("inputs", [64, 1024])
+def test_rows_of_narrow_products_do_not_depend_on_their_number(inputs, outputs):
+    """Check the assumption about XLA on this machine that determines the number of rows."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((512, inputs), (inputs, outputs)))
+    rows = NARROW_MAP_ROWS if outputs <= NARROW_OUTPUTS else ROWS
+    few, many = (np.asarray(jax.jit(jnp.matmul)(x[None, :count], w))[0] for count in (rows, 512))
+    assert few.tobytes() == many[:rows].tobytes()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", [768, 1024, 1280, 2816])
 def test_rows_of_products_do_not_depend_on_their_number(inputs):
     """Check the assumptions about XLA on this machine that determine the numbers of rows."""
@@ -126,10 +189,13 @@ def test_rows_of_products_do_not_depend_on_their_number(inputs):
             assert np.asarray(mean(x[:rows])).tobytes() == means[:rows].tobytes(), rows
 
 
-@pytest.mark.slow_cases("('moe',)-experts")
+CAPACITY = "moe:dispatch={type: capacity-dispatch}"
+
+
+@pytest.mark.slow_cases("('moe:dispatch={type: capacity-dispatch}',)-tokens compete")
 @pytest.mark.parametrize(
     ("features", "reason"),
-    [(("moe",), "experts"), (("mla",), "latent"), (("precision:dtype=bfloat16",), "bfloat16")],
+    [((CAPACITY,), "tokens compete"), (("precision:dtype=bfloat16",), "bfloat16")],
     ids=str,
 )
 def test_what_cannot_be_bitwise_is_refused(features, reason):

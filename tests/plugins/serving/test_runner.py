@@ -129,6 +129,7 @@ def test_other_weights_are_taken_while_it_runs():
         instance.update_weights(weights)
 
 
+@pytest.mark.slow
 def test_steps_of_several_tokens_are_for_rows_that_decode():
     with pytest.raises(RequestError, match="at most 1"):
         runner().submit([Row(slot=0, start=3, blocks=[0])], 2)

@@ -192,7 +192,7 @@ def test_weights_that_a_server_takes_keep_the_shapes_of_training():
             p: s.shape for p, s in functional.abstract.items()
         }
         engine.update_weights(functional.extract_weights(serving_models.model()))
-        assert runner._arrays["decoder.layer.0.attention.query.matrix"].ndim == 2
+        assert runner.weights.arrays["decoder.layer.0.attention.query.matrix"].ndim == 2
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from axlearn_plugins_serving import token_sampling
 from axlearn_plugins_serving.contracts import Row, Sampling
+from axlearn_plugins_transformer.token_logprobs import scale_logits, token_logprobs
 from support.serving_models import Requests, model, prompts, runner
 
 VOCABULARY = 64
@@ -36,10 +38,7 @@ def test_limits_equal_those_of_sorting(top_k, top_p, min_p):
     logits = rng.standard_normal((8, VOCABULARY)).astype(np.float32) * 2
     logits -= logits.max(axis=1, keepdims=True)
     many = [np.full((8,), x, t) for x, t in ((top_k, np.int32), (top_p, np.float32), (min_p, np.float32))]
-    mask = (
-        np.asarray(token_sampling.limit_logits(jnp.asarray(logits), *map(jnp.asarray, many)))
-        > token_sampling.MASKED_LOGIT
-    )
+    mask = np.asarray(token_sampling.keep_within_limits(jnp.asarray(logits), *map(jnp.asarray, many)))
     for row, values in zip(mask, logits, strict=True):
         assert (row == reference_limits(values, top_k, top_p, min_p)).all()
 
@@ -71,7 +70,7 @@ def logits_with_weights(weights):
 def test_top_p_keeps_the_fewest_tokens_that_reach_it_exactly(top_p, count):
     logits = logits_with_weights([1.0, 0.5, 0.25, 0.25])
     one = jnp.ones((1,), jnp.float32)
-    mask = token_sampling.limit_logits(logits, jnp.asarray([4]), top_p * one, 0 * one) > token_sampling.MASKED_LOGIT
+    mask = token_sampling.keep_within_limits(logits, jnp.asarray([4]), top_p * one, 0 * one)
     assert np.asarray(mask)[0].tolist() == [place < count for place in range(4)]
 
 
@@ -141,7 +140,7 @@ def test_draws_have_the_probabilities_of_the_model():
     tables = dataclasses.replace(
         tables, seed=jnp.arange(rows, dtype=jnp.uint32), temperature=jnp.ones((rows,), jnp.float32)
     )
-    tokens = np.asarray(token_sampling.draw(jnp.broadcast_to(logits, (rows, vocab)), tables))
+    tokens = np.asarray(token_sampling.draw(jnp.broadcast_to(logits, (rows, vocab)), tables, jnp.bool(False))[0])
     actual = np.bincount(tokens, minlength=vocab) / rows
     np.testing.assert_allclose(actual, np.exp(logits[0]), atol=4 * np.sqrt(0.25 / rows))
 
@@ -219,3 +218,125 @@ def test_top_p_zero_takes_the_most_likely_token():
     prompt = prompts(np.random.default_rng(3), VOCABULARY)[0]
     greedy = draws_of(prompt, Sampling(temperature=0.0), 6)
     assert draws_of(prompt, Sampling(temperature=5.0, top_p=0.0), 6) == greedy
+
+
+@jax.jit
+def chosen_tokens(logits, tables, masked):
+    """Return the tokens and log-probabilities of a step of the kind `FULL`, whose rows are the slots in order."""
+    slots, needed = jnp.arange(logits.shape[0]), jnp.bool(True)
+    drawn = token_sampling.choose(logits, tables, slots, masked, jnp.int32(2), needed)
+    return token_sampling.report(logits, drawn.token, needed)._replace(sampling_logprob=drawn.logprob)
+
+
+@pytest.mark.parametrize("width", [1, 3, 5, 8])
+def test_kept_tokens_are_those_of_the_mask(width):
+    logits, mask = jnp.float32([[0, 3, 1, 2, 5], [4, 1, 1, 0, 2]]), np.bool_([[0, 1, 1, 0, 1], [1, 0, 0, 0, 0]])
+    candidates = np.asarray(token_sampling.list_kept(logits, jnp.asarray(mask), width))
+    assert candidates.shape == (2, width)
+    for row, tokens in zip(candidates, mask, strict=True):
+        expected = set(np.flatnonzero(tokens)) if tokens.sum() <= width else set()
+        assert set(row[row >= 0]) == expected
+
+
+def tables_of(samplings, vocab, output=(), prompt=()):
+    rows = [
+        token_sampling.table_row(sampling, seed, list(output), vocab, prompt=list(prompt))
+        for seed, sampling in enumerate(samplings)
+    ]
+    return jax.tree.map(lambda *x: jnp.stack(x), *rows)
+
+
+def random_logits(rows, vocab):
+    return jnp.asarray(3 * np.random.default_rng(vocab).standard_normal((rows, vocab)).astype(np.float32))
+
+
+@pytest.mark.slow_cases("33", "4001")
+@pytest.mark.parametrize("vocab", [33, VOCABULARY, 4001])
+def test_sampling_logprobs_have_the_bits_of_a_training_program(vocab):
+    @jax.jit
+    def train(logits, targets, temperature):
+        return token_logprobs(scale_logits(logits, temperature), targets)[0]
+
+    temperatures = [1.0, 0.7, 1.3, 0.31, 2.0, 1.0, 0.9, 0.0]
+    logits, tables = random_logits(8, vocab), tables_of([Sampling(temperature=t) for t in temperatures], vocab)
+    chosen = chosen_tokens(logits, tables, jnp.zeros((8,), bool))
+    want = np.array(train(logits, chosen.token, jnp.asarray([t or 1.0 for t in temperatures])))
+    want[7] = 0.0  # greedy
+    assert np.asarray(chosen.sampling_logprob).tobytes() == want.tobytes()
+    exact = [0, 5]
+    assert np.asarray(chosen.sampling_logprob)[exact].tobytes() == np.asarray(chosen.logprob)[exact].tobytes()
+
+
+def reference_logprob(logits, token, sampling, counts, in_prompt, allowed):
+    """Return the log-probability of a token in the distribution that a request draws from, in float64."""
+    x = logits.astype(np.float64)
+    for place, value in sampling.logit_bias.items():
+        x[place] += value
+    penalized = in_prompt | (counts > 0)
+    x = np.where(penalized, np.where(x > 0, x / sampling.repetition_penalty, x * sampling.repetition_penalty), x)
+    x = x - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    x = np.where(allowed, x, -np.inf) / sampling.temperature
+    x -= x.max()
+    allowed_tokens = reference_limits(x, sampling.top_k or x.size, sampling.top_p, sampling.min_p) & allowed
+    assert allowed_tokens[token]
+    return x[token] - np.log(np.exp(x[allowed_tokens]).sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_sampling_logprobs_equal_a_reference_for_random_parameters(seed):
+    rng, vocab = np.random.default_rng(seed), VOCABULARY
+    samplings = [
+        Sampling(
+            temperature=float(rng.choice([1.0, 0.5, 1.7])),
+            top_k=rng.choice([None, 1, 5, 30]),
+            top_p=float(rng.choice([1.0, 0.9, 0.4])),
+            min_p=float(rng.choice([0.0, 0.02, 0.3])),
+            presence_penalty=float(rng.choice([0.0, 0.8])),
+            frequency_penalty=float(rng.choice([0.0, -0.4])),
+            repetition_penalty=float(rng.choice([1.0, 1.4])),
+            logit_bias={int(t): float(rng.normal()) for t in rng.integers(0, vocab, rng.integers(0, 4))},
+        )
+        for _ in range(32)
+    ]
+    output, prompt = rng.integers(0, vocab, 9), rng.integers(0, vocab, 7)
+    logits, masked = random_logits(32, vocab), rng.random(32) < 0.5
+    allowed = rng.random((32, vocab)) < 0.7
+    allowed[~masked] = True
+    mask = np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
+    tables = dataclasses.replace(tables_of(samplings, vocab, output, prompt), mask=jnp.asarray(mask))
+    chosen = chosen_tokens(logits, tables, jnp.asarray(masked))
+    counts, in_prompt = np.bincount(output, minlength=vocab), np.isin(np.arange(vocab), prompt)
+    for row, sampling in enumerate(samplings):
+        want = reference_logprob(
+            np.asarray(logits[row]), int(chosen.token[row]), sampling, counts, in_prompt, allowed[row]
+        )
+        assert float(chosen.sampling_logprob[row]) == pytest.approx(want, abs=2e-5)
+
+
+def test_limits_of_one_row_do_not_change_another():
+    logits = random_logits(2, VOCABULARY)
+    plain, limited = Sampling(temperature=0.8), Sampling(temperature=0.8, top_k=3)
+    never = jnp.zeros((2,), bool)
+    alone = chosen_tokens(logits, tables_of([plain, plain], VOCABULARY), never)
+    beside = chosen_tokens(logits, tables_of([plain, limited], VOCABULARY), never)
+    assert int(alone.token[0]) == int(beside.token[0])
+    assert float(alone.sampling_logprob[0]) == float(beside.sampling_logprob[0])
+    top = np.sort(np.asarray(logits[1], np.float64) / 0.8)[-3:]
+    drawn = float(logits[1, int(beside.token[1])]) / 0.8
+    assert float(beside.sampling_logprob[1]) == pytest.approx(drawn - np.log(np.exp(top).sum()), abs=1e-5)
+
+
+def test_sampling_logprobs_of_a_runner_need_no_compilation():
+    prompt = prompts(np.random.default_rng(3), VOCABULARY)[0]
+    plain = Sampling(temperature=0.7, top_k=4, logprobs=0)
+    runs = []
+    for sampling in (plain, attrs.evolve(plain, sampling_logprobs=True)):
+        requests = Requests(runner(), [prompt], [sampling])
+        requests.random_steps(5)
+        runs.append([place for result in requests.results[0] for place in result.logprobs or ()])
+        assert requests.runner.compilations == 0
+    without, scored = runs
+    assert [place.sampling_logprob for place in without] == [None] * len(without)
+    assert [attrs.evolve(place, sampling_logprob=None) for place in scored] == without
+    assert all(0 >= place.sampling_logprob > place.logprob for place in scored)

@@ -426,6 +426,7 @@ def test_inputs_and_losses_of_a_subclass_reach_training_and_evaluation(tiny, bui
     assert abs(float(other - loss)) > 1e-3
 
 
+@pytest.mark.slow
 def test_per_layer_inputs_and_shared_caches_decode_as_the_whole_row(tiny, build, run, batch):
     model = build(extended_models.extended(tiny({"decoder.num_layers": 3})))
     tokens = batch["tokens"][:, :8]

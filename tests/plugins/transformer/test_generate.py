@@ -135,6 +135,7 @@ def test_end_tokens_of_the_model_join_those_of_the_call(eos_id, ends, monkeypatc
     assert generator([1], max_tokens=1, eos_id=eos_id) == ends
 
 
+@pytest.mark.slow
 def test_other_inputs_of_a_prompt_reach_the_model(tiny, build):
     model = build(extended_models.extended(tiny()))
     prompt, images = [5, 9, extended_models.IMAGE, 7], jnp.asarray([[0.5, -2.0, 1.0]])

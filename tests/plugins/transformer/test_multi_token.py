@@ -109,6 +109,7 @@ def parameters(model):
     return {".".join(map(str, k)): np.asarray(v.get_value(), np.float64) for k, v in state}
 
 
+@pytest.mark.slow
 def test_packed_documents_give_the_losses_of_separate_ones(config, build, grads):
     batch = packed()
     loss, report, gradients = grads(config(), batch)

@@ -37,7 +37,7 @@ def test_a_model_without_tokens_is_refused():
         toy_models.resolve("vit-tiny", with_=["multi-token-prediction"])
 
 
-@pytest.mark.parametrize("objective", ["dpo:data=pairs.jsonl", "distill"])
+@pytest.mark.parametrize("objective", ["dpo:data=pairs.jsonl", "kto:data=rows.jsonl", "distill"])
 def test_objectives_that_would_not_train_the_heads_are_refused(objective):
     with pytest.raises(RequestError, match=r"multi-token-prediction[\s\S]*cannot|cannot[\s\S]*multi-token-prediction"):
         with_heads("", objective)

@@ -6,7 +6,7 @@ from flax import nnx
 
 from axlearn_core.config import patch
 from axlearn_plugins_verify.properties import kernels
-from support import mask_layers, proof_cases, property_faults
+from support import mask_layers, proof_cases, property_faults, toy_models
 
 SMALL = ("model.decoder.hidden_dim=16", "input.sequence_length=8", "input.batch_size=4")
 
@@ -37,7 +37,7 @@ SHARED = (
 )  # fmt: skip
 
 
-@pytest.mark.fast_cases("causality", "packed-documents", "updates", "derivatives")
+@pytest.mark.fast_cases("causality", "packed-documents")
 @pytest.mark.parametrize("name", SHARED)
 def test_a_property_holds_for_a_sound_config(name, sound):
     outcome = check(name, sound)
@@ -64,6 +64,25 @@ def test_a_prefix_of_all_tokens_has_no_later_ones():
     plain = case(settings=["input.sequence_length=4"], sizes=("model.decoder.hidden_dim=16",)).config
     masked = proof_cases.ProofCase(patch(plain, {"model": mask_layers.config(plain.model, "prefix")}))
     assert skip_reason("causality", masked) == "all 4 tokens of a row are in the prefix of 5 tokens"
+
+
+@pytest.mark.parametrize(
+    ("feature", "settings", "reason"),
+    [
+        ("cispo", (), "the gradients of objective.clip treat the limited ratios as constants"),
+        ("kto", (), "the gradients of objective treat the estimates of the KL divergence as constants"),
+        ("ppo", (), "the gradients of objective.critic treat the advantages and the returns as constants"),
+        ("grpo", (), None),
+        (
+            "grpo",
+            ("objective.ratio.base=current",),
+            "the gradients of objective.ratio treat the log-probabilities that the ratios compare with as constants",
+        ),
+        ("dpo", (), None),
+    ],
+)
+def test_gradients_with_constant_terms_are_not_derivatives(feature, settings, reason):
+    assert skip_reason("derivatives", case(*toy_models.use(feature), settings=settings)) == reason
 
 
 @pytest.mark.slow
@@ -98,7 +117,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.fast_cases("causality*", "resume*")
+@pytest.mark.fast_cases("causality*")
 @pytest.mark.parametrize(
     ("name", "plant", "features", "settings", "place"), FAULTS, ids=[f"{f[0]}-{f[1].__name__}" for f in FAULTS]
 )

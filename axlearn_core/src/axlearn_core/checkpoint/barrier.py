@@ -6,6 +6,8 @@ Device collectives have no timeout. If one process never enters a collective, th
 import json
 import time
 import zlib
+from collections import defaultdict
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -17,29 +19,36 @@ from axlearn_core.errors import WorkError
 PEER_SECONDS = 1800.0
 """Seconds to wait for the other processes. Must be longer than the slowest save."""
 _GRACE = 60.0
-_numbers = count()
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
 
 
-def gather_objects(value: object, name: str, seconds: float = PEER_SECONDS) -> list[Any]:
+def gather_objects(value: object, name: str, seconds: float = PEER_SECONDS, *, channel: str = "") -> list[Any]:
     """Gather JSON-serializable values from all processes, ordered by process index.
 
-    All processes must call this in the same order from one thread.
+    All processes must call this in the same order from one thread. Other threads use other channels, each with its own order.
+
+    Args:
+        value: Value of this process.
+        name: Purpose, for error messages.
+        seconds: Seconds to wait for the other processes.
+        channel: Name of the sequence of calls that this call belongs to, such as `rollouts/`.
 
     Raises:
         WorkError: If a process does not call this in time. The message names the process.
     """
     if jax.process_count() == 1:
         return [value]
-    client, number = coordination_client(), next(_numbers)
+    client, number = coordination_client(), next(_numbers[channel])
     assert client is not None
-    key, process = f"axlearn/{number}", jax.process_index()
+    folder, process = f"axlearn/{channel}", jax.process_index()
+    key = f"{folder}{number}"
     client.key_value_set_bytes(f"{key}/{process}", zlib.compress(json.dumps(value).encode(), 1))
     if process == 0:
         text = _collect(client, key, name, seconds)
         client.key_value_set_bytes(f"{key}/all", text)
         if number:
             client.key_value_delete(
-                f"axlearn/{number - 1}/"
+                f"{folder}{number - 1}/"
             )  # all processes have arrived, so they have read the previous values
     else:
         try:

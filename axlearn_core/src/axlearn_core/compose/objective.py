@@ -3,7 +3,7 @@
 Arrays of the model keep their paths. Arrays of the objective have the prefix `objective.`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -50,6 +50,20 @@ class FrozenModel(nnx.Module):
         return self.functional.bind(params, variables)
 
 
+class TrainedModel(nnx.Module):
+    """A model inside an objective that is trained with it, such as a critic.
+
+    Attributes:
+        model: The model. Its parameters belong to those of the objective.
+        weights: Path or URI of its initial weights, which `open_weights` reads. None uses the weights that training starts with.
+        functional: The model as pure functions.
+    """
+
+    def __init__(self, config: Node[Any], *, rngs: nnx.Rngs, weights: str | None = None):
+        self.weights, self.functional = weights, Functional.from_config(config)
+        self.model = config.build(rngs=rngs)
+
+
 @attrs.frozen(eq=False)
 class ModelAndObjective:
     """A model and its objective.
@@ -71,7 +85,7 @@ class ModelAndObjective:
             model: The functional of `config.model`, if it is already built.
 
         Raises:
-            ConfigError: If the objective is not a module, or if a frozen model cannot start with the model's weights.
+            ConfigError: If the objective is not a module, or if one of its models cannot start with the model's weights.
         """
         model = Functional.from_config(config.model) if model is None else model
         node = get_objective_config(config)
@@ -151,10 +165,23 @@ class ModelAndObjective:
     @cached_property
     def frozen(self) -> dict[str, FrozenModel]:
         """The objective's frozen models by path, such as `objective.reference`."""
+        return {path: module for path, module in self._modules.items() if isinstance(module, FrozenModel)}
+
+    @cached_property
+    def initialized(self) -> dict[str, FrozenModel | TrainedModel]:
+        """The objective's models that start from existing weights, by the path of their arrays."""
+        return {
+            f"{path}.model" if isinstance(module, TrainedModel) else path: module
+            for path, module in self._modules.items()
+        }
+
+    @cached_property
+    def _modules(self) -> dict[str, FrozenModel | TrainedModel]:
         if self.objective is None:
             return {}
         modules = nnx.iter_modules(self.objective.describe())
-        return {PREFIX + ".".join(map(str, path)): m for path, m in modules if isinstance(m, FrozenModel)}
+        kinds = (FrozenModel, TrainedModel)
+        return {PREFIX + ".".join(map(str, path)): m for path, m in modules if isinstance(m, kinds)}
 
     def init_objective(self, key: jax.Array, weights: ModelWeights) -> ModelWeights:
         """Add the initial weights of the objective to the weights of the model. Traceable."""
@@ -164,8 +191,9 @@ class ModelAndObjective:
         params, variables = _with_prefix(params), _with_prefix(variables)
         source = {**weights.params, **weights.variables}
         for path in self.copies:
+            part = params if path in params else variables
             # Copy: two arrays that share a buffer cannot be donated together.
-            variables[path] = jnp.array(source[_path_in_model(path, self.frozen)], variables[path].dtype, copy=True)
+            part[path] = jnp.array(source[_path_in_model(path, self.initialized)], part[path].dtype, copy=True)
         return ModelWeights({**weights.params, **params}, {**weights.variables, **variables})
 
     @cached_property
@@ -182,7 +210,7 @@ class ModelAndObjective:
         """Paths of the objective's arrays that start as copies of the model's arrays."""
         return tuple(
             f"{prefix}.{path}"
-            for prefix, model in self.frozen.items()
+            for prefix, model in self.initialized.items()
             if model.weights is None
             for path in (*model.functional.abstract, *model.functional.variables)
         )
@@ -225,10 +253,10 @@ class ModelAndObjective:
 
     def _check_copies(self) -> None:
         specs = {**self.model.abstract, **self.model.variables}
-        for prefix, frozen in self.frozen.items():
-            if frozen.weights is not None:
+        for prefix, module in self.initialized.items():
+            if module.weights is not None:
                 continue
-            expected = {**frozen.functional.abstract, **frozen.functional.variables}
+            expected = {**module.functional.abstract, **module.functional.variables}
             wrong = [p for p, spec in expected.items() if p not in specs or specs[p].shape != spec.shape]
             if wrong:
                 more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -258,8 +286,8 @@ def decide_replication(trained: Functional | ModelAndObjective) -> tuple[Decisio
     )
 
 
-def _path_in_model(path: str, frozen: Mapping[str, FrozenModel]) -> str:
-    prefix = next(prefix for prefix in frozen if path.startswith(f"{prefix}."))
+def _path_in_model(path: str, prefixes: Iterable[str]) -> str:
+    prefix = next(prefix for prefix in prefixes if path.startswith(f"{prefix}."))
     return path.removeprefix(f"{prefix}.")
 
 

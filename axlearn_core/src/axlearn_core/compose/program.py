@@ -213,6 +213,14 @@ def _batch_shapes(config: object) -> BatchShapes:
     return source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
 
 
+def declared_batch(config: object) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return an abstract global batch of the shapes that the input declares. Empty if they depend on the data."""
+    shapes = _batch_shapes(config)
+    if not all(isinstance(size, int) for shape, _ in shapes.values() for size in shape):
+        return {}
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in shapes.items()}
+
+
 def _check_batch(shapes: BatchShapes, layout: Layout) -> None:
     """Check that batches with these shapes can be sharded."""
     for name, (shape, _) in shapes.items():

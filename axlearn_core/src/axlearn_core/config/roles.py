@@ -44,8 +44,8 @@ class FullPrecisionRole(Role, fields=("param_dtype",)):
 class CompetingTokensRole(Role):
     """A part in which the tokens of a row compete, for example for the capacity of an expert.
 
-    The result for a token depends on later tokens of its row, on padding, and on other documents in the row, even if attention
-    hides them from the token.
+    The result for a token depends on later tokens of its row and on other documents in the row, even if attention hides them from
+    the token. It does not depend on padding.
     """
 
     __slots__ = ()

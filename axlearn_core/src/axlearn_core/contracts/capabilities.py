@@ -83,6 +83,19 @@ class DependsOnBatch(Protocol):
 
 
 @runtime_checkable
+class HasConstantTerms(Protocol):
+    """Config of an objective, or of a part of one, whose gradients differ from the derivatives of the loss."""
+
+    @property
+    def constant_terms(self) -> str | None:
+        """The terms that have no gradient although they depend on the parameters, as a plural noun phrase.
+
+        For example, `"the limited ratios"`. None if its settings have no such terms.
+        """
+        ...
+
+
+@runtime_checkable
 class DeclaresFunctions(Protocol):
     """Root config of an experiment that can be compiled, such as a trainer."""
 
@@ -122,6 +135,19 @@ class DescribesPosition(Protocol):
         This is called at every step, so delay any lookup until `str` is called.
         """
         ...
+
+
+@runtime_checkable
+class FollowsTraining(Protocol):
+    """A batch iterator whose batches depend on the training state, such as one of rollouts.
+
+    Its batches cannot be read ahead. If it fails in one process of a job, it raises an error on all of them at the same step.
+
+    Attributes:
+        follows_training: The reason, phrased as a predicate of the batches (`"are rollouts of the present weights"`).
+    """
+
+    follows_training: str
 
 
 @runtime_checkable
@@ -232,6 +258,23 @@ class ChecksStart(Protocol):
         Raises:
             RequestError: If a requirement is missing or invalid.
         """
+        ...
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """A training loop whose state belongs in checkpoints, such as a loop with a buffer of samples.
+
+    The state is a tree of JSON values and NumPy arrays. In a multi-process job, the states of all processes are merged like those
+    of `parts.BatchIterator`.
+    """
+
+    def get_state(self) -> Any:
+        """Return the state after the session's step. Called before each save."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Restore a state that `get_state` returned. Called before `run`, if the checkpoint contains a state."""
         ...
 
 

@@ -54,7 +54,8 @@ class Objective(Protocol):
 
     The trainer offers `model`, the config of the trained model. The arrays of the objective are part of the training state, with
     the prefix `objective.`. The learner trains each `nnx.Param`. Other variables keep the values that `loss` assigns to them. Use
-    an `axlearn_core.compose.FrozenModel` for a model that is not trained.
+    an `axlearn_core.compose.FrozenModel` for a model that is not trained, and a `TrainedModel` for one that starts from existing
+    weights.
 
     Evaluation does not use `loss`, which may include regularization. It uses the `evaluation_loss` of this objective or of
     one that it wraps (`capabilities.HasEvaluationLoss`), or else the loss of the model. If the loss of a row depends on the
@@ -292,7 +293,7 @@ class Watchdog(Protocol):
         """Record a heartbeat.
 
         Args:
-            phase: Phase that starts now: `restore`, `compile`, `input`, `step`, `evaluate`, `save`.
+            phase: Phase that starts now: `restore`, `compile`, `input`, `rollout`, `step`, `evaluate`, `save`.
             step: Number of finished steps.
         """
         ...

@@ -49,8 +49,8 @@ class Context:
         slots: int32 [B or 1, S], cache slots of the tokens. None if there is no cache.
         real: bool [B, S], False for padding. None means that `segment_ids` marks the padding.
         extras: The batch's other entries by name, [B, ...] each. Use `extra` to read one.
-        layer_inputs: An input per layer by name, such as per-layer embeddings. A decoder sets arrays [B, L, ...] for L layers, and
-            each layer sees its own part, [B, ...].
+        layer_inputs: An input per layer by name, such as per-layer embeddings. A decoder or its caller sets arrays [B, L, ...] for
+            L layers, and each layer sees its own part, [B, ...].
         shared: Values that earlier layers of the stack shared with later ones. Use `share` and `read_shared`.
     """
 

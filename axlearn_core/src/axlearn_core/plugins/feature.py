@@ -77,18 +77,23 @@ class Feature(Node[Any]):
     """Options for `--with NAME:EXAMPLE` that work with most experiments. Set this if the feature has required options.
 
     Test suites use it when they try every installed feature."""
+    example_needs: ClassVar[tuple[str, ...]] = ()
+    """Names of features that the example requires, in addition to `needs`.
+
+    Set this if the feature requires one of several features, such as any method with rollouts. Only test suites use it."""
 
     @classmethod
     def __attrs_init_subclass__(cls) -> None:
         base = {
-            "stage", "needs", "excludes", "before", "after", "replaces", "example", "bridge", "no_bridge", "apply", "in_effect",
+            "stage", "needs", "excludes", "before", "after", "replaces", "example", "example_needs", "bridge", "no_bridge", "apply",
+            "in_effect",
         }  # fmt: skip
         if clashes := base & {a.name for a in attrs.fields(cls)}:
             name = min(clashes)
             raise TypeError(f"{cls.__qualname__}.{name} is not an option: write `{name} = ...` without an annotation")
         if cls.stage not in STAGES:
             raise TypeError(f"{cls.__qualname__}.stage is {cls.stage!r}; it must be one of {', '.join(STAGES)}")
-        names = {"needs": cls.needs, "excludes": cls.excludes, "before": cls.before, "after": cls.after}
+        names = {n: getattr(cls, n) for n in ("needs", "excludes", "before", "after", "example_needs")}
         for name, value in names.items():
             if not isinstance(value, tuple) or not all(isinstance(n, str) for n in value):
                 raise TypeError(f"{cls.__qualname__}.{name} is {value!r}; it must be a tuple of feature names")

@@ -40,6 +40,7 @@ Group = Literal[
     "launchers",
     "properties",
     "reasoning_parsers",
+    "report_sections",
     "tool_parsers",
 ]
 GROUPS: tuple[Group, ...] = get_args(Group)
@@ -243,6 +244,7 @@ class Registry:
             "options": "axlearn plugins list",
             "properties": "axlearn plugins list",
             "reasoning_parsers": "axlearn plugins list",
+            "report_sections": "axlearn plugins list",
             "tool_parsers": "axlearn plugins list",
             "commands": "axlearn --help",
         }.get(group, f"axlearn {group} list")

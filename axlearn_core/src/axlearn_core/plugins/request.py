@@ -176,10 +176,15 @@ def format_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def parse_feature(text: str) -> FeatureUse:
-    """Parse a feature with options: `moe:num_experts=8,top_k=2`. Values are YAML (`sizes=[1, 2]`, `name="a, b"`)."""
+def parse_feature(text: str, option: str = "--with") -> FeatureUse:
+    """Parse a name with options: `moe:num_experts=8,top_k=2`. Values are YAML (`sizes=[1, 2]`, `name="a, b"`).
+
+    Args:
+        text: The name and its options.
+        option: The command-line option, for use in error messages.
+    """
     name, _, arguments = text.partition(":")
-    location = f"--with {text}"
+    location = f"{option} {text}"
     options: dict[str, Any] = {}
     for part in _split_options(arguments) if arguments.strip() else ():
         key, equals, value = part.partition("=")
@@ -192,7 +197,7 @@ def parse_feature(text: str) -> FeatureUse:
             raise RequestError(f"{location}: the option {key!r} is set twice")
         options[key] = parse_value(value, location)
     if not name.strip():
-        raise RequestError(f"{location}: the feature name is missing\n    expected: --with FEATURE[:key=value,...]")
+        raise RequestError(f"{location}: the name is missing\n    expected: {option} NAME[:key=value,...]")
     return FeatureUse(name=name.strip(), options=options, location=location)
 
 

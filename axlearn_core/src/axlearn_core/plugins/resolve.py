@@ -499,7 +499,7 @@ class _Resolution:
         order = Order.from_features(features, self.names)
         for name, feature in ((name, features[name]) for name in order.names):
             entry = self.names.entry("features", name)
-            before, tree = tree, _apply_feature(tree, feature, entry)
+            before, tree = tree, _apply_feature(tree, feature, entry, self._name_earlier_feature)
             changes = diff(before, tree, self.names.display_name)
             if not changes and not feature.in_effect(tree):
                 raise RequestError(
@@ -525,6 +525,13 @@ class _Resolution:
             self.applied.append((name, feature))
         return tree
 
+    def _name_earlier_feature(self, problem: Problem) -> Problem:
+        """Add the feature that set the value at the problem's path, if one did."""
+        steps = self.provenance.get(problem.path) or self.provenance.get(join(problem.path, "type")) or ()
+        if problem.location or len(steps) < 2 or not steps[-1].source.startswith("feature "):
+            return problem
+        return attrs.evolve(problem, location=f"set by {steps[-1].source}")
+
     def _apply_settings(self, tree: Node[Any], settings: Sequence[Setting]) -> Node[Any]:
         after, changes = apply_settings(tree, settings, self.names, self.decoder)
         index = SettingIndex(settings, after)
@@ -534,12 +541,22 @@ class _Resolution:
         return after
 
 
-def _apply_feature(tree: Node[Any], feature: Feature, entry: Entry) -> Node[Any]:
+def _apply_feature(
+    tree: Node[Any],
+    feature: Feature,
+    entry: Entry,
+    locate_problem: Callable[[Problem], Problem] = lambda problem: problem,
+) -> Node[Any]:
     """Apply a feature. Raise `RequestError` if it does not fit the config, or `PluginError` if it fails."""
     try:
         result = feature.apply(tree)
     except PluginError:
         raise
+    except ConfigError as error:
+        located = ConfigError(map(locate_problem, error.problems))
+        raise RequestError(
+            f"the feature {entry.name!r} ({entry.origin}) does not fit this config:\n{located}"
+        ) from error
     except AxlearnError as error:
         raise RequestError(f"the feature {entry.name!r} ({entry.origin}) does not fit this config:\n{error}") from error
     except Exception as error:  # a feature is plugin code and may raise any exception

@@ -43,7 +43,7 @@ class RunListener:
         """Called when the run directory has been written, after the state is restored or before it is initialized."""
 
     def phase(self, name: str, step: int, count_as: str | None = None) -> None:
-        """Called when a phase starts: `restore`, `compile`, `input`, `step`, `evaluate`, or `save`.
+        """Called when a phase starts: `restore`, `compile`, `input`, `rollout`, `step`, `evaluate`, or `save`.
 
         Args:
             name: Name of the phase.

@@ -75,13 +75,24 @@ class RunWeights:
     def read(self, pattern: str = "**", shardings: Mapping[str, Sharding] | None = None) -> dict[str, jax.Array]:
         """See `axlearn_core.contracts.parts.Weights`."""
         places = select_tensors(pattern, shardings, self.specs(), str(self.checkpoint.uri))
-        direct = {p: self._sources[p].paths[0] for p in places if self._sources[p].compute is None}
+        return self._read({p: self._sources[p] for p in places}, places)
+
+    def read_objective(self) -> dict[str, jax.Array]:
+        """Read the parameters of the training objective, such as a reward head, by dotted path in the objective.
+
+        They are those for evaluation, on the default device. Empty if there are none, or if the checkpoint contains only a model.
+        """
+        sources = {p.removeprefix(PREFIX): x for p, x in self._trained_sources.items() if p.startswith(PREFIX)}
+        return self._read(sources, dict.fromkeys(sources))
+
+    def _read(self, sources: Mapping[str, Source], places: Mapping[str, Sharding | None]) -> dict[str, jax.Array]:
+        direct = {p: source.paths[0] for p, source in sources.items() if source.compute is None}
         arrays = self.checkpoint.arrays
         loaded = self.checkpoint.read({key: _array_spec(arrays[key], places[p]) for p, key in direct.items()})
         tensors = {p: loaded[key] for p, key in direct.items()}
-        for path in places.keys() - direct.keys():  # one at a time, so that the inputs of each can be freed
-            tensors[path] = self._compute(self._sources[path], places[path])
-        return {p: tensors[p] for p in places}
+        for path in sources.keys() - direct.keys():  # one at a time, so that the inputs of each can be freed
+            tensors[path] = self._compute(sources[path], places[path])
+        return {p: tensors[p] for p in sources}
 
     def _compute(self, source: Source, sharding: Sharding | None) -> jax.Array:
         assert source.compute is not None
@@ -104,14 +115,19 @@ class RunWeights:
         return {path: f"{part}.{path}" for part, path in weights if not path.startswith(PREFIX)}
 
     @cached_property
+    def _trained_sources(self) -> dict[str, Source]:
+        """Source of each parameter of the model and the objective, or empty if the checkpoint contains only weights."""
+        if self.checkpoint.weights_only:
+            return {}
+        trained = ModelAndObjective.from_config(self.experiment, self.functional)
+        learner = self.experiment.learner.build(max_steps=self.experiment.max_steps, axes=trained.axes)
+        return evaluation_sources(learner, trained.abstract)
+
+    @cached_property
     def _sources(self) -> dict[str, Source]:
         arrays = self.checkpoint.arrays
-        sources: dict[str, Source] = {}
-        if not self.checkpoint.weights_only:
-            trained = ModelAndObjective.from_config(self.experiment, self.functional)
-            learner = self.experiment.learner.build(max_steps=self.experiment.max_steps, axes=trained.axes)
-            every = evaluation_sources(learner, trained.abstract)
-            sources = {path: every[path] for path in self.functional.abstract}
+        trained = self._trained_sources
+        sources = {path: trained[path] for path in self.functional.abstract if trained}
         for path, key in self._stored_paths.items():
             if path not in sources or sources[path].paths == (f"params.{path}",) or key.startswith("variables."):
                 spec = jax.ShapeDtypeStruct(arrays[key].shape, jax.numpy.dtype(arrays[key].dtype))

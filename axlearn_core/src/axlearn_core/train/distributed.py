@@ -1,6 +1,5 @@
 """Process groups for multi-process jobs, based on `jax.distributed`."""
 
-import functools
 import json
 import os
 import sys
@@ -90,10 +89,15 @@ def allgather_data_state(state: object) -> Any:
     padded = np.zeros(int(sizes.max()), np.uint8)
     padded[: text.size] = text
     rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return functools.reduce(_union, [json.loads(bytes(r[:n])) for r, n in zip(rows, sizes, strict=True)])
+    return _merge([json.loads(bytes(r[:n])) for r, n in zip(rows, sizes, strict=True)])
 
 
-def _union(a: object, b: object) -> Any:
-    if not (isinstance(a, dict) and isinstance(b, dict)):
-        return a
-    return {k: _union(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in a | b}
+def _merge(values: list[Any]) -> Any:
+    """Merge mappings by key, or return the first value. The time is linear in the size of the values."""
+    if not all(isinstance(value, dict) for value in values):
+        return values[0]
+    entries: dict[str, list[Any]] = {}
+    for value in values:
+        for key, entry in value.items():
+            entries.setdefault(key, []).append(entry)
+    return {key: _merge(same) for key, same in entries.items()}

@@ -21,7 +21,7 @@ from axlearn_core.plugins.decisions import Decision
 from axlearn_core.plugins.request import Request
 from axlearn_core.run.record import RunDir
 from axlearn_core.train.api import prepare
-from axlearn_core.train.objective import FrozenWeights
+from axlearn_core.train.objective import ObjectiveWeights
 from axlearn_core.train.trackers import show_parameters
 from axlearn_core.train.trainer import Trainer
 
@@ -59,7 +59,7 @@ def dry_run(
     step = _first_step(config, checked, restore_step, restart)
     summary = check_parts(config, program.trained, new=not step)
     if not step:
-        FrozenWeights.open(program)  # raises if a frozen model has no weights
+        ObjectiveWeights.open(program)  # raises if a model of the objective has no weights
     shape = {axis: size for axis, size in program.layout.mesh.shape.items() if size > 1}
     facts = [
         Fact("experiment", resolved.title),

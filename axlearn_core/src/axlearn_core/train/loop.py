@@ -3,13 +3,14 @@
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from axlearn_core.config import Configurable, Node, node, offers, setting
+from axlearn_core.contracts.capabilities import FollowsTraining
 from axlearn_core.errors import WorkError
 from axlearn_core.run.notices import log_message
 from axlearn_core.train.session import Session, StepTimer, batch_tokens
@@ -98,7 +99,8 @@ class TrainLoop(Configurable):
         try:
             return session.next_batch()
         except Exception:  # save the finished steps after any failure
-            if session.step > session.start_step and jax.process_count() == 1:
+            fails_everywhere = jax.process_count() == 1 or isinstance(session.batches, FollowsTraining)
+            if session.step > session.start_step and fails_everywhere:
                 record.flush()
                 session.save(force=True)
                 session.checkpointer.wait()
@@ -126,7 +128,7 @@ class _StepScalars:
     def __init__(self, session: Session, max_nonfinite: int):
         self.session, self.max_nonfinite = session, max_nonfinite
         self.timer: Any = None
-        self.pending: tuple[int, dict[str, jax.Array], int | None, Callable[[], str]] | None = None
+        self.pending: tuple[int, dict[str, jax.Array], Mapping[str, float], int | None, Callable[[], str]] | None = None
         self.since_log = 0
         self.nonfinite = 0
         self.first = session.start_step == 0
@@ -138,7 +140,9 @@ class _StepScalars:
             self.timer = StepTimer()
         for value in scalars.values() if self.copies else ():
             value.copy_to_host_async()  # start the copy now, so that `flush` does not wait for it
-        self.pending = (self.session.step, scalars, batch_tokens(batch), self.session.describe_batch())
+        session = self.session
+        host_scalars, session.host_scalars = session.host_scalars, {}
+        self.pending = (session.step, scalars, host_scalars, batch_tokens(batch), session.describe_batch())
 
     def devices_idle(self) -> bool:
         """Return True if no step is running on the devices."""
@@ -150,9 +154,10 @@ class _StepScalars:
         """Wait for the pending step, then check and log its scalars."""
         if self.pending is None:
             return
-        step, scalars, tokens, position = self.pending
+        step, scalars, host_scalars, tokens, position = self.pending
         self.pending = None
         values = {k: float(np.asarray(v)) for k, v in scalars.items()}  # ten times faster than float(v) on CPUs
+        values |= host_scalars
         self.session.report_step(step, values)
         self.since_log += 1
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]

@@ -4,23 +4,44 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import attrs
 import jax
 
+from axlearn_core.checkpoint.json_arrays import decode_arrays, encode_arrays
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.compose import Program
 from axlearn_core.config import offers
-from axlearn_core.contracts.capabilities import DescribesPosition, KeepsExecutables, KeepsLocalTier, StopsEarly
+from axlearn_core.contracts.capabilities import (
+    DescribesPosition,
+    KeepsExecutables,
+    KeepsLocalTier,
+    KeepsState,
+    StopsEarly,
+)
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input
-from axlearn_core.errors import AxlearnError
+from axlearn_core.errors import AxlearnError, CheckpointError
 from axlearn_core.run.events import RunEvents
 from axlearn_core.run.notices import log_message
 from axlearn_core.run.record import RunDir
 from axlearn_core.train.distributed import allgather_data_state
 from axlearn_core.train.ownership import SAVED
+
+R = TypeVar("R")
+LOOP = "loop"
+"""Key in a checkpoint's `extra` for the state of the loop."""
+
+
+@runtime_checkable
+class SupportsClose(Protocol):
+    """An object with a `close` method."""
+
+    def close(self) -> None:
+        """Release resources."""
+        ...
 
 
 class RollBack(Exception):
@@ -71,7 +92,11 @@ class Session:
         kept_step: Step of the newest checkpoint that is known to be complete.
         peak_flops: Combined peak throughput of all devices for the dtype in use, in FLOP/s. None if it is unknown.
         metrics: Latest value of each metric.
+        host_scalars: Scalars that the host computed for the next step, such as those of its rollouts. The loop logs them with the
+            scalars of the step.
         data_facts: Facts about the data from `Input.describe`. Each checkpoint stores them.
+        loop: The training loop, if its state belongs in checkpoints (`capabilities.KeepsState`).
+        closing: Closes shared resources when the run ends.
         stop_signal: Signal that stopped the job, set once `should_stop` has returned True.
         start_time: Start time of this attempt, in seconds on the monotonic clock.
     """
@@ -90,11 +115,14 @@ class Session:
     run_id: str = ""
     peak_flops: float | None = None
     data_facts: Mapping[str, Any] = attrs.field(factory=dict)
+    loop: object = None
+    closing: ExitStack = attrs.field(factory=ExitStack)
     state: Any = None
     step: int = 0
     has_new_state: bool = True
     flops_per_step: int | None = None
     metrics: dict[str, float] = attrs.field(factory=dict)
+    host_scalars: Mapping[str, float] = attrs.field(factory=dict)
     stop_signal: int | None = None
     start_time: float = attrs.field(factory=time.monotonic)
     start_step: int = attrs.field(init=False)
@@ -104,6 +132,7 @@ class Session:
     _local_tier: KeepsLocalTier | None = attrs.field(init=False)
     _positions: DescribesPosition | None = attrs.field(init=False)
     _has_record: bool = attrs.field(init=False, default=False)
+    _resources: dict[str, Any] = attrs.field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.set_start_step(self.step)
@@ -227,10 +256,43 @@ class Session:
             "step": self.step,
             "facts": dict(self.data_facts),
         }
+        if isinstance(self.loop, KeepsState):
+            extra[LOOP] = allgather_data_state(encode_arrays(self.loop.get_state()))
         save(self.step, self.state, extra=extra, metrics=metrics)
         if save == self.checkpointer.save:
             self.kept_step = max(self.kept_step, self._saved_step)  # a save waits for the previous one
             self._saved_step = self.step
+
+    def restore_loop(self, extra: Mapping[str, Any]) -> None:
+        """Restore the state of the loop from the `extra` of a checkpoint, if it contains one.
+
+        Raises:
+            CheckpointError: If it contains the state of a loop, but this loop has none.
+        """
+        if not extra.get(LOOP):
+            return
+        if not isinstance(self.loop, KeepsState):
+            raise CheckpointError(
+                f"the checkpoint contains the state of another training loop\n    got: a {type(self.loop).__name__}\n"
+                "    expected: a loop with `get_state` and `set_state`\n    fix: use the `loop` of the config that wrote it"
+            )
+        self.loop.set_state(decode_arrays(extra[LOOP]))
+
+    def share(self, name: str, build: Callable[[], R]) -> R:
+        """Return the resource of this run with a name. The first call builds it.
+
+        The loop and the evaluators use it to share an engine, for example. If the resource has a `close` method, it is called when
+        the run ends.
+
+        Args:
+            name: Name of the resource.
+            build: Function that builds the resource.
+        """
+        if name not in self._resources:
+            self._resources[name] = resource = build()
+            if isinstance(resource, SupportsClose):
+                self.closing.callback(resource.close)
+        return self._resources[name]
 
     def finish(self) -> None:
         """Wait for the last save."""

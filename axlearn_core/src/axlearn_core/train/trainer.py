@@ -17,6 +17,7 @@ from axlearn_core.checkpoint.base import WEIGHTS_ONLY
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
 from axlearn_core.compose.objective import decide_replication
+from axlearn_core.compose.program import declared_batch
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
 from axlearn_core.contracts.capabilities import (
     ChecksStart,
@@ -67,7 +68,7 @@ from axlearn_core.train.listeners import (
     watchdog_listener,
 )
 from axlearn_core.train.loop import Loop, TrainLoop
-from axlearn_core.train.objective import FrozenWeights
+from axlearn_core.train.objective import ObjectiveWeights
 from axlearn_core.train.ownership import SAVED, check_metrics, claim_checkpoints, was_saved
 from axlearn_core.train.session import Session
 from axlearn_core.train.step import TrainingFunctions
@@ -272,7 +273,7 @@ class Trainer(Configurable):
             )
             if session.step == 0 and isinstance(parts.loop, ChecksStart):
                 parts.loop.check_start()
-            frozen = FrozenWeights.open(program) if session.has_new_state else None
+            weights = ObjectiveWeights.open(program) if session.has_new_state else None
             lock |= {"run": session.run_id, SAVED: was_saved(session, restart=restart)}
             self._write(session, lock, config_text, assets, decisions)
             program.kernel_notes.listener = functools.partial(record_decision, session)
@@ -280,8 +281,8 @@ class Trainer(Configurable):
             session.start_phase("compile")
             if session.state is None:
                 session.state = _initialize_state(session)
-            if frozen:
-                session.state = frozen.load(session.state)
+            if weights:
+                session.state = weights.load(session.state)
             self._run_loop(parts.loop, session)
             session.finish()
         return Result(run_dir.path, session.step, dict(session.metrics), session.stop_signal, run_dir.uri)
@@ -306,6 +307,8 @@ class Trainer(Configurable):
             lock=Run(run_dir.uri or run_dir.path).lock if run_dir.resumes else {},
             peak_flops=peak_flops(program),
             data_facts=parts.facts,
+            loop=parts.loop,
+            closing=closing,
             start_time=start_time,
         )
         listeners: list[tuple[RunListener, Entry | None]] = []
@@ -420,6 +423,7 @@ class Trainer(Configurable):
             for note in check_facts(run_dir.path, before, session.data_facts, allow_drift=run_dir.allow_drift):
                 log_message(f"note: {note}")
             session.batches.set_state(extra["data"])
+        session.restore_loop(extra)
         session.set_start_step(step)
         session.state, session.has_new_state = state, bool(extra.get(WEIGHTS_ONLY))
         if session.has_new_state:
@@ -459,12 +463,18 @@ def record_decision(session: Session, decision: Decision) -> None:
 
 def _initialize_state(session: Session) -> Any:
     """Initialize a new state. Compile the step in parallel with the initialization."""
-    program, batches = session.program, session.batches
-    start = batches.get_state()
-    batch = program.put(next(batches))
-    batches.set_state(start)
+    program = session.program
+    batch = declared_batch(program.config) or _peek_batch(session)
     with ThreadPoolExecutor(1) as pool:
         state = pool.submit(program.init, session.seed)
         session.load_step(batch)
         program.compile("train", batch)
         return state.result()
+
+
+def _peek_batch(session: Session) -> Mapping[str, jax.Array]:
+    """Return the next batch of the input without advancing it."""
+    start = session.batches.get_state()
+    batch = session.program.put(next(session.batches))
+    session.batches.set_state(start)
+    return batch

@@ -45,10 +45,20 @@ TARGET static inline float sum(Vector x) {
 
 TARGET static inline Vector largest(Vector a, Vector b) { return a > b ? a : b; }
 
+// Compares halves, because a chain of LANES comparisons would take as long as the products of a row of scores.
 TARGET static inline float largest(Vector x) {
-  float most = x[0];
-  for (int i = 1; i < LANES; ++i) most = most > x[i] ? most : x[i];
-  return most;
+#if LANES == 16
+  const Eight low = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7);
+  const Eight high = __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+  const Eight half = low > high ? low : high;
+#else
+  const Eight half = x;
+#endif
+  const Four left = __builtin_shufflevector(half, half, 0, 1, 2, 3), right = __builtin_shufflevector(half, half, 4, 5, 6, 7);
+  const Four quarter = left > right ? left : right;
+  const float even = quarter[0] > quarter[2] ? quarter[0] : quarter[2];
+  const float odd = quarter[1] > quarter[3] ? quarter[1] : quarter[3];
+  return even > odd ? even : odd;
 }
 
 // e^x for x <= 88; 0 below -87, where float32 has no normal numbers left.

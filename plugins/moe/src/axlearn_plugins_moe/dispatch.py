@@ -21,6 +21,7 @@ from axlearn_plugins_moe import sharded_experts
 from axlearn_plugins_moe.exchange import run_exchanged
 from axlearn_plugins_moe.experts import BatchedProduct, Experts, GroupedProduct
 from axlearn_plugins_moe.routing import Routing, assignment_mask
+from axlearn_plugins_transformer.layer_roles import ExpertsKernelRole
 
 
 class Dispatch(Protocol):
@@ -94,7 +95,7 @@ class DroplessDispatch(Configurable):
     """
 
     @node
-    class Config(Configurable.Config["DroplessDispatch"]):
+    class Config(Configurable.Config["DroplessDispatch"], ExpertsKernelRole):
         """Execution settings; they do not change which tokens the experts process.
 
         Attributes:
@@ -165,7 +166,7 @@ class CapacityDispatch(Configurable):
 
     This is the approach of GShard (Lepikhin et al., 2020). First choices take precedence over second choices, and earlier positions
     over later ones. A dropped token skips the expert; only the residual stream carries it. The summary `dropped_assignments`
-    reports the fraction of dropped assignments.
+    reports the fraction of dropped assignments. Padding skips the experts, and the capacity is relative to the tokens of a row.
     """
 
     @node
@@ -195,13 +196,17 @@ class CapacityDispatch(Configurable):
     def __call__(self, x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
         """Return the weighted sum of the experts' outputs: [B, S, D] -> [B, S, D]."""
         (batch, length, width), count = x.shape, experts.num_experts
-        expert, capacity = routing.expert, self.capacity(length, routing.expert.shape[1], count)
+        expert, counted = routing.expert, assignment_mask(routing.expert, length, routing.token)
+        capacity = limit = self.capacity(length, expert.shape[1], count)
+        if counted is not None:
+            expert, limit = jnp.where(counted, expert, count), self._row_capacities(counted, length, count)
         order = jnp.argsort(expert, axis=1, stable=True).astype(jnp.int32)
         sizes = jnp.sum(jax.nn.one_hot(expert, count, dtype=jnp.int32), axis=1)  # [B, E]
         starts = jnp.cumsum(sizes, axis=1) - sizes
-        position = jnp.argsort(order, axis=1).astype(jnp.int32) - jnp.take_along_axis(starts, expert, axis=1)
-        fits = position < capacity
-        add_summary("dropped_assignments", _share_dropped(fits, assignment_mask(expert, length, routing.token)))
+        first = jnp.take_along_axis(starts, jnp.minimum(expert, count - 1), axis=1)
+        position = jnp.argsort(order, axis=1).astype(jnp.int32) - first
+        fits = (position < limit) & (expert < count)  # the expert of padding is E, which sorts after all others
+        add_summary("dropped_assignments", _share_dropped(fits, counted))
 
         place = jnp.arange(capacity, dtype=jnp.int32)[None, None]
         filled = (place < sizes[..., None]).reshape(batch, -1)  # [B, E * C]
@@ -218,6 +223,12 @@ class CapacityDispatch(Configurable):
         y = jnp.take_along_axis(y.reshape(batch, -1, width), slot[..., None], axis=1)
         weight = jnp.where(fits, 1.0 if experts.weigh_inputs else routing.weight, 0)
         return _collect(_weigh(y, weight), routing.token, length)
+
+    def _row_capacities(self, counted: jax.Array, length: int, num_experts: int) -> jax.Array:
+        """Return the capacity for the assignments of each row that are counted, bool [B, R] -> int32 [B, 1]."""
+        assignments = counted.shape[1]
+        capacities = [self.capacity(length, n, num_experts) for n in range(assignments + 1)]
+        return jnp.asarray(capacities, jnp.int32)[jnp.sum(counted, axis=1, keepdims=True)]
 
     @staticmethod
     def _run(rows: jax.Array, experts: Experts) -> jax.Array:

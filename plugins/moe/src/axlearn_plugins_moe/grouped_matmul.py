@@ -19,6 +19,9 @@ from axlearn_core.kernels.op import Op, Shape
 
 BLOCK = 128
 """Rows per matmul in the blocked implementation."""
+INVARIANT_BLOCK = 64
+"""Rows per matmul in the batch-invariant implementation. XLA for CPU multiplies fewer rows with a different algorithm. An expert
+with a single row pays for all of them."""
 
 
 @attrs.frozen(eq=False)
@@ -86,7 +89,22 @@ class _XLABlocked:
         return _blocked_matmul(op.lhs, op.rhs, op.sizes, min(BLOCK, op.lhs.shape[0]))
 
 
-XLA_BLOCKED = _XLABlocked()
+class _Invariant:
+    """Loops over blocks of `INVARIANT_BLOCK` rows, even if the batch has fewer.
+
+    Each row is then multiplied in a matmul of the same shape, so its result does not depend on the other rows.
+    """
+
+    def supports(self, op: GroupedMatmulOp, context: KernelContext) -> str | None:
+        """Support every operation."""
+        return None
+
+    def __call__(self, op: GroupedMatmulOp) -> jax.Array:
+        """Return the results, [M, N]."""
+        return _blocked_matmul(op.lhs, op.rhs, op.sizes, INVARIANT_BLOCK)
+
+
+XLA_BLOCKED, INVARIANT = _XLABlocked(), _Invariant()
 
 
 class _Blocks(NamedTuple):

@@ -18,6 +18,7 @@ from axlearn_plugins_moe.dispatch import Dispatch, DroplessDispatch
 from axlearn_plugins_moe.experts import ExpertProjection, Experts, build_stacked
 from axlearn_plugins_moe.routers import SoftmaxRouter
 from axlearn_plugins_moe.routing import Router, Routing, assignment_mask, count_assignments
+from axlearn_plugins_transformer.batch_invariant import KERNEL
 from axlearn_plugins_transformer.feed_forward import FeedForward
 from axlearn_plugins_transformer.kernels.gated_linear_unit import Activation, ActivationFunction, GatedForm
 from axlearn_plugins_transformer.layer_roles import ExpertsRole
@@ -91,7 +92,8 @@ class MixtureOfExperts(Layer):
         super().__init__(cfg, precision=precision)
         hidden = size_of(cfg.hidden_dim, cfg.input_dim)
         sizes = {"input_dim": cfg.input_dim, "num_experts": cfg.num_experts, "top_k": cfg.top_k}
-        self.router = self.child(cfg.router, rngs=rngs, **sizes)
+        is_invariant = isinstance(cfg.dispatch, DroplessDispatch.Config) and cfg.dispatch.kernel == KERNEL
+        self.router = self.child(cfg.router, rngs=rngs, batch_invariant=is_invariant, **sizes)
         width, hidden = (cfg.input_dim,), (size_of(cfg.hidden_dim, cfg.input_dim),)
 
         def build_maps(cfg_map: Any, source: tuple[int, ...], target: tuple[int, ...], *axes: str) -> Any:

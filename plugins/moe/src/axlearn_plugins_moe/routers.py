@@ -11,12 +11,14 @@ from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.config.roles import CompetingTokensRole, FullPrecisionRole
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.errors import RequestError
+from axlearn_core.nn import padding
 from axlearn_core.nn.initializers import Constant, Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
 from axlearn_core.nn.summaries import add_loss, add_summary, mean_over_tokens
 from axlearn_core.nn.variables import LearnedVariable, StepTotal
+from axlearn_plugins_moe.replay import replay_choice
 from axlearn_plugins_moe.routing import (
     Routing,
     assignment_mask,
@@ -31,6 +33,10 @@ from axlearn_plugins_transformer.norm import Norm
 T_co = TypeVar("T_co", covariant=True)
 
 BALANCES = "balances its load over the batch"
+
+INVARIANT_OUTPUTS = 16
+"""Minimum number of logits in a batch-invariant matmul. XLA for CPU computes 8 or fewer outputs with a different algorithm if there
+are fewer than 96 tokens."""
 
 
 class ScoreFunction(Protocol):
@@ -76,6 +82,8 @@ class LinearRouter(Layer):
         """Settings that all routers share.
 
         Attributes:
+            batch_invariant: Whether the logits of a token must not depend on the number of tokens. They are then computed with at
+                least `INVARIANT_OUTPUTS` outputs.
             norm: Norm of the router's input, or None.
             logit_multiplier: Factor applied to the logits, before their bias.
             logit_bias: Add a trained bias to the logits (gpt-oss).
@@ -87,6 +95,7 @@ class LinearRouter(Layer):
         input_dim: int = interface(default=REQUIRED)
         num_experts: int = interface(default=REQUIRED)
         top_k: int = interface(default=REQUIRED)
+        batch_invariant: bool = interface(default=False)
         norm: Node[Norm] | None = setting(default=None, hide_default=True)
         logit_multiplier: float = setting(default=1.0, gt=0, hide_default=True)
         logit_bias: bool = setting(default=False, hide_default=True)
@@ -106,7 +115,10 @@ class LinearRouter(Layer):
         """Compute the logits, [B, S, D] -> float32 [B, S, E], and add the z-loss."""
         x = x if self.cfg.norm is None else self.norm(x)
         x, weight = x.astype(jnp.float32), self.weight[...].astype(jnp.float32)
-        logits = lax.dot_general(x, weight, (((2,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
+        count = self.cfg.num_experts
+        if self.cfg.batch_invariant:
+            weight = jnp.pad(weight, ((0, 0), (0, max(0, INVARIANT_OUTPUTS - count))))
+        logits = lax.dot_general(x, weight, (((2,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)[..., :count]
         if self.cfg.logit_multiplier != 1:
             logits = logits * self.cfg.logit_multiplier
         if self.cfg.logit_bias:
@@ -131,6 +143,10 @@ class LinearRouter(Layer):
                 "    fix: return one float32 score per token and expert, or leave `score` unset"
             )
         return scores
+
+    def choose(self, scores: jax.Array) -> jax.Array:
+        """Choose the experts with the largest scores, float32 [B, S, E] -> int32 [B, S, K], or those that are replayed."""
+        return replay_choice(lax.top_k(scores, self.cfg.top_k)[1])
 
     def shares(self, scores: jax.Array) -> jax.Array:
         """Divide scores [B, S, E] by their sum over the experts, for the balance loss. Softmax scores stay as they are."""
@@ -206,7 +222,8 @@ class SoftmaxRouter(LinearRouter):
         """Route the tokens of [B, S, D]."""
         cfg = self.cfg
         scores = self.scores(self.logits(x))
-        weight, expert = lax.top_k(mask_other_groups(scores, cfg.num_groups, cfg.top_groups, judges=1), cfg.top_k)
+        expert = self.choose(mask_other_groups(scores, cfg.num_groups, cfg.top_groups, judges=1))
+        weight = jnp.take_along_axis(scores, expert, axis=-1)
         if cfg.top_k > 1 if cfg.normalize is None else cfg.normalize:
             weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
         if cfg.expert_scale:
@@ -267,7 +284,7 @@ class SigmoidRouter(LinearRouter):
         cfg = self.cfg
         scores = self.scores(self.logits(x))
         bias = self.bias[...][None, None]
-        expert = lax.top_k(mask_other_groups(scores + bias, cfg.num_groups, cfg.top_groups, judges=2), cfg.top_k)[1]
+        expert = self.choose(mask_other_groups(scores + bias, cfg.num_groups, cfg.top_groups, judges=2))
         weight = jnp.take_along_axis(scores, expert, axis=-1)
         if cfg.normalize:
             weight = weight / (jnp.sum(weight, axis=-1, keepdims=True) + 1e-20)
@@ -289,12 +306,12 @@ class SigmoidRouter(LinearRouter):
 class ExpertChoiceRouter(LinearRouter):
     """Each expert chooses its best tokens from a row, so the load is even by design.
 
-    See Zhou et al., 2022. An expert chooses `S * top_k / num_experts` tokens of a row of S, rounded up. A token can have any
-    number of experts, including zero.
+    See Zhou et al., 2022. An expert chooses `S * top_k / num_experts` tokens of a row of S tokens, rounded up. A token can have
+    any number of experts, including zero. Padding has no expert.
 
     **Not causal**: the experts of a token depend on later tokens, in training and in evaluation. A language model
     therefore sees some of the future, which it does not have during generation. During generation, a row of one token uses
-    its `top_k` most probable experts, and the padding of a prompt competes with the prompt's tokens.
+    its `top_k` most probable experts.
     """
 
     @node
@@ -308,10 +325,26 @@ class ExpertChoiceRouter(LinearRouter):
         if length == 1:
             weight, expert = lax.top_k(scores, cfg.top_k)
             return Routing(flatten_choices(expert), flatten_choices(weight))
+        real = padding.tokens(*x.shape[:2])
+        if real is not None:
+            scores = jnp.where(real[..., None], scores, -jnp.inf)
         capacity = min(length, -(-length * cfg.top_k // cfg.num_experts))
         weight, token = lax.top_k(jnp.swapaxes(scores, 1, 2), capacity)  # [B, E, C]
+        if real is not None:
+            weight, token = self._limit_choices(weight, token, real)
         expert = lax.broadcasted_iota(jnp.int32, token.shape, 1)
         weight, token, expert = (a.reshape(a.shape[0], -1) for a in (weight, token, expert))
         has_expert = jnp.sum(jax.nn.one_hot(token, length), axis=1) > 0
         add_summary("tokens_without_expert", mean_over_tokens(1 - has_expert.astype(jnp.float32)))
         return Routing(expert, weight, token)
+
+    def _limit_choices(self, weight: jax.Array, token: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Limit the choices of experts [B, E, C] to the number for the tokens of a row. The others choose padding, with weight 0.
+
+        `real` is False for padding, bool [B, S].
+        """
+        cfg, count = self.cfg, jnp.sum(real, axis=1, dtype=jnp.int32)
+        limit = (count * cfg.top_k + cfg.num_experts - 1) // cfg.num_experts
+        chosen = jnp.arange(weight.shape[2], dtype=jnp.int32)[None, None] < limit[:, None, None]
+        first_padding = jnp.argmin(real, axis=1).astype(token.dtype)
+        return jnp.where(chosen, weight, 0), jnp.where(chosen, token, first_padding[:, None, None])

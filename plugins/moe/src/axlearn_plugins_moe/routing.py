@@ -33,7 +33,7 @@ class Routing(NamedTuple):
 class Router(Protocol):
     """Chooses experts for tokens and adds its own auxiliary losses.
 
-    It is built with `input_dim`, `num_experts`, `top_k`, `rngs` and `precision`.
+    It is built with `input_dim`, `num_experts`, `top_k`, `batch_invariant`, `rngs` and `precision`.
     """
 
     def __call__(self, x: jax.Array) -> Routing:

@@ -82,10 +82,11 @@ class ContextParallel(Feature):
     2023) and then runs the supported kernel with the highest priority; the number of heads must be a multiple of the number of
     devices. With `ring` and `all-gather`, each device has an early and a late piece of the sequence, which balances the work
     under a causal mask. If the sequence is not sharded, the best kernel is chosen as if the feature were not used. If the
-    experiment already has the feature, the method is replaced.
+    experiment already has the feature or another kernel, the kernel is replaced.
     """
 
     stage = "execute"
+    replaces = ("model.**.kernel",)
 
     method: Literal["ring", "all-gather", "all-to-all"] = "ring"
 

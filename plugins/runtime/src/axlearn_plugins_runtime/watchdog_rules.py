@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_plugins_runtime.actions import Action, DumpStacks
 
-OUTSIDE_STEPS = ("restore", "compile", "evaluate", "save")
+OUTSIDE_STEPS = ("restore", "compile", "rollout", "evaluate", "save")
 """Phases that are not part of a step."""
 
 
@@ -89,8 +89,8 @@ class Hang(_BaseRule):
         """Limits for each phase.
 
         Attributes:
-            seconds: Minimum limit for input, steps and evaluation.
-            start_seconds: Limit for restoring, compiling, and the first step and evaluation.
+            seconds: Minimum limit for input, rollouts, steps and evaluation.
+            start_seconds: Limit for restoring, compiling, and the first rollout, step and evaluation.
             save_seconds: Minimum limit for a save. During a save, processes wait for each other for up to half an hour and then
                 report the missing process.
             factor: Multiple of a phase's usual duration to which its limit is raised.
@@ -113,7 +113,7 @@ class Hang(_BaseRule):
     def limit(self, phase: str) -> float:
         """Return the current limit for a phase in seconds."""
         durations = self._durations.get(phase)
-        if phase in ("restore", "compile") or (phase in ("step", "evaluate") and not durations):
+        if phase in ("restore", "compile") or (phase in ("step", "evaluate", "rollout") and not durations):
             return self.cfg.start_seconds
         minimum = self.cfg.save_seconds if phase == "save" else self.cfg.seconds
         usual = statistics.median(durations or [0.0])

@@ -93,6 +93,11 @@ def _check_numbers(sampling: Sampling, vocab_size: int) -> None:
         ("bad_tokens", all(len(tokens) > 0 for tokens in sampling.bad_tokens), "sequences of at least one token"),
         ("logprobs", _is_int(sampling.logprobs, 0, MAX_LOGPROBS, none=True), f"0 to {MAX_LOGPROBS}, or None"),
         (
+            "sampling_logprobs",
+            sampling.sampling_logprobs in ((True, False) if sampling.logprobs is not None else (False,)),
+            "False, or a bool if logprobs is set",
+        ),
+        (
             "logit_bias",
             all(_is_number(value, -math.inf, math.inf) for value in sampling.logit_bias.values()),
             "finite numbers",

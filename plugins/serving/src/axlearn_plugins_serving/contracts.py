@@ -55,8 +55,11 @@ class Sampling:
         ignore_end: Whether to continue after the end token.
         logprobs: Number of most likely tokens to report with each output token's log-probability; None reports nothing.
             Log-probabilities come from the model's distribution, before bias, penalties and temperature.
+        sampling_logprobs: Whether to report each output token's log-probability in the distribution that it was drawn from, after
+            all these parameters and masks. Needs `logprobs`. If the most likely token is always chosen, the value is 0.
         prompt_logprobs: Number of most likely tokens to report with the log-probability of each prompt token after the first.
             True reports as many as `logprobs`. None and False report nothing.
+        records: Whether to report what the layers of the model record for each token, such as the experts of routers.
     """
 
     max_tokens: int | None = 16
@@ -74,7 +77,9 @@ class Sampling:
     stop_tokens: frozenset[int] = frozenset()
     ignore_end: bool = False
     logprobs: int | None = None
+    sampling_logprobs: bool = False
     prompt_logprobs: int | None = None
+    records: bool = False
 
     @property
     def is_greedy(self) -> bool:
@@ -154,12 +159,20 @@ class Request:
 class TokenLogprobs:
     """Natural log-probabilities at one position.
 
-    `top` lists the most likely tokens, best first.
+    Attributes:
+        token: The token at this position.
+        logprob: Log-probability of `token` in the model's distribution.
+        top: The most likely tokens and their log-probabilities in the model's distribution, best first.
+        sampling_logprob: Log-probability of `token` in the distribution that it was drawn from; None if not requested.
+        kept: Tokens that could be drawn, int32 [W], padded with -1. All are -1 if there were more than W. None if they are not
+            reported.
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    sampling_logprob: float | None = None
+    kept: np.ndarray | None = attrs.field(default=None, eq=False)
 
 
 @attrs.frozen(kw_only=True)
@@ -174,11 +187,14 @@ class Output:
         logprobs: One entry for each of `tokens`, if requested.
         prompt_logprobs: One entry for each prompt token after the first, if requested; only in the first output.
         finish: Reason why the request ended; None while it is running.
-        stop_token: Token that ended the output.
+        stop_token: Token that ended the output. It is not in `tokens`.
+        stop_logprobs: Log-probabilities of `stop_token`, if requested.
+        version: Version of the weights that drew `tokens` and `stop_token`; see `Engine.version`.
         cached_tokens: Number of prompt tokens that were already in the cache.
         error: Error message if `finish` is "error".
         started: When the request left the queue for the first time, from `time.monotonic`; None if unknown.
         embedding: Embedding of the prompt, float32 [D], if the request embeds.
+        records: Records of the tokens by name, if requested; only in the last output. See `RecordsTokens.read_records`.
     """
 
     id: str
@@ -187,10 +203,13 @@ class Output:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     finish: FinishReason | None = None
     stop_token: int | None = None
+    stop_logprobs: TokenLogprobs | None = None
+    version: int = 0
     cached_tokens: int = 0
     error: str | None = None
     started: float | None = None
     embedding: np.ndarray | None = attrs.field(default=None, eq=False)
+    records: Mapping[str, np.ndarray] | None = attrs.field(default=None, eq=False)
 
 
 @attrs.frozen(kw_only=True)
@@ -212,6 +231,7 @@ class Statistics:
         step_seconds: Time spent submitting steps to the runner and waiting for it.
         drafted_tokens: Tokens that the drafter proposed.
         accepted_tokens: Drafted tokens that the model accepted.
+        drafter: Name of the drafter's class, or None if the engine has no drafter.
         host_seconds: Time spent planning steps and reading results while the runner computes.
     """
 
@@ -230,6 +250,7 @@ class Statistics:
     host_seconds: float
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafter: str | None = None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -245,12 +266,14 @@ class Engine(Protocol):
     Attributes:
         vocab_size: Token ids are 0 to `vocab_size` - 1.
         max_context: Maximum number of tokens in a prompt and its output.
+        version: Version of the weights: 0 at first, and then the number that `update_weights` sets.
 
     An engine may also implement `PacesSteps`, `Sleeps`, `ChangesAdapters` or `NormalizesEmbeddings`.
     """
 
     vocab_size: int
     max_context: int
+    version: int
 
     def add(self, request: Request) -> None:
         """Add a request to the queue.
@@ -285,12 +308,15 @@ class Engine(Protocol):
         """Return the current `Statistics`."""
         ...
 
-    def update_weights(self, weights: Any) -> None:
-        """Replace the weights.
-
-        `weights` is an `axlearn_core.compose.ModelWeights` of the same model.
+    def update_weights(self, weights: Any, version: int | None = None, *, share: bool = False) -> int:
+        """Replace the weights, and return the number of bytes that were copied.
 
         Running requests continue with the new weights. New prompts do not reuse blocks that the old weights computed.
+
+        Args:
+            weights: An `axlearn_core.compose.ModelWeights` of the same model.
+            version: Version of the new weights. The default is one more than the current version.
+            share: See `Runner.update_weights`.
         """
         ...
 
@@ -451,9 +477,16 @@ class Runner(Protocol):
         """Write contents that `read_blocks` returned, for a runner of the same model."""
         ...
 
-    def update_weights(self, weights: Any) -> None:
-        """Replace the weights.
+    def update_weights(self, weights: Any, *, share: bool = False) -> int:
+        """Replace the weights, and return the number of bytes that were copied.
 
-        `weights` is an `axlearn_core.compose.ModelWeights` of the same model.
+        Args:
+            weights: `axlearn_core.compose.ModelWeights` of the same model.
+            share: Whether steps may read the given arrays themselves, if shape, dtype and sharding are those of the runner.
+                If the caller donates or deletes them later, the next step raises `RequestError` until the weights are updated
+                again. By default, all arrays are copied.
+
+        Raises:
+            RequestError: If the weights do not fit the model.
         """
         ...

@@ -5,8 +5,8 @@ A drafter proposes several tokens, and the model verifies them in one step.
 Only greedy requests use drafts. A drafted token is accepted only if it is the most likely one, so drafts do not change outputs.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 import attrs
 
@@ -17,17 +17,31 @@ from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.scheduler import Limits, Part, SchedulerOutput
 
 
-@offers()
+@offers("runner", "text")
 class Drafter(Protocol):
     """Drafts the next tokens of requests.
 
-    An engine has at most one drafter, in its `drafter` slot.
+    An engine has at most one drafter, in its `drafter` slot. The slot offers the `runner` of the served model, and its `text`
+    processor, or None. A drafter may also implement `DraftsTogether`, `CompilesFunctions`, `ReleasesMemory` or `HoldsResources`.
     """
 
     def draft(self, state: RequestState, most: int) -> Sequence[int]:
         """Return at most `most` tokens that may follow a request's tokens.
 
         The list may be empty.
+        """
+        ...
+
+
+@runtime_checkable
+class DraftsTogether(Protocol):
+    """A drafter that drafts for all requests of a step at once."""
+
+    def draft_all(self, requests: Sequence[tuple[RequestState, int]]) -> Sequence[Sequence[int]]:
+        """Return the draft of each request.
+
+        Args:
+            requests: Each running request, with the maximum number of tokens of its draft.
         """
         ...
 
@@ -95,27 +109,37 @@ def add_drafts(plan: SchedulerOutput, drafter: Drafter, cache: Cache, limits: Li
     """
     chunk, steps = limits.chunk, [part.count for part in plan.parts]
     room = limits.step_tokens - sum(1 if count == 1 else -(-count // chunk) * chunk for count in steps)
+    candidates: list[tuple[int, int]] = []
     for index, part in enumerate(plan.parts):
-        state = part.state
+        length = min(chunk - 1 if chunk > 1 else room - 1, part.state.remaining - 1, limits.positions - part.start - 1)
+        if part.decodes and can_draft(part.state) and length > 0:
+            candidates.append((index, length))
+    requests = [(plan.parts[index].state, length) for index, length in candidates]
+    drafts: Iterable[Sequence[int]]
+    if isinstance(drafter, DraftsTogether):
+        requests = requests[: max(0, room) // max(chunk, 2)]  # as many as fit into the step
+        drafts = drafter.draft_all(requests) if requests else ()
+    else:
+        drafts = (drafter.draft(*request) for request in requests)
+    for (index, _), tokens in zip(candidates, drafts, strict=False):
         if room < max(chunk, 2):
             return
-        if not (part.decodes and can_draft(state)):
-            continue
-        most = min(chunk - 1 if chunk > 1 else room - 1, state.remaining - 1, limits.positions - part.start - 1)
-        draft = tuple(drafter.draft(state, most)) if most > 0 else ()
-        if draft and cache.extend(state, part.start + 1 + len(draft)):
+        part, draft = plan.parts[index], tuple(tokens)[: chunk - 1 if chunk > 1 else room - 1]
+        if draft and cache.extend(part.state, part.start + 1 + len(draft)):
             plan.parts[index] = attrs.evolve(part, count=1 + len(draft), decodes=False, draft=draft)
             room -= -(-(1 + len(draft)) // chunk) * chunk
 
 
 def accept_draft(part: Part, result: RowResult) -> RowResult:
     """Return the drafted tokens that the model confirms and the token after them."""
-    num_logprobs = part.state.request.sampling.logprobs
+    sampling = part.state.request.sampling
+    num_logprobs = sampling.logprobs
+    certain = 0.0 if sampling.sampling_logprobs else None  # drafts are accepted only from greedy requests
     assert result.target_logprobs is not None
     targets = [place.top[0] for place in result.target_logprobs[: len(part.draft)]]
     count = next((i for i, (best, _) in enumerate(targets) if best != part.draft[i]), len(part.draft))
     places = [
-        TokenLogprobs(token=best, logprob=logprob, top=place.top[: num_logprobs or 0])
+        TokenLogprobs(token=best, logprob=logprob, top=place.top[: num_logprobs or 0], sampling_logprob=certain)
         for (best, logprob), place in zip(targets, result.target_logprobs, strict=False)
     ][: count + 1]
     tokens = [place.token for place in places]

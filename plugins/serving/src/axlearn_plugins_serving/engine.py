@@ -5,6 +5,7 @@ after it has submitted the next step. If a request turns out to have ended, its 
 depend on the last token, so if a request uses them, the engine reads the results before it plans the next step.
 """
 
+import contextlib
 import itertools
 import secrets
 import time
@@ -20,14 +21,16 @@ from axlearn_plugins_serving.blocks import BlockPool
 from axlearn_plugins_serving.cache import Cache
 from axlearn_plugins_serving.contracts import Output, QueueFullError, Request, Row, Runner, Statistics, SubmittedStep
 from axlearn_plugins_serving.draft_gate import DraftGate
-from axlearn_plugins_serving.drafting import Drafter, ModelDrafter, add_drafts, can_draft
+from axlearn_plugins_serving.drafting import Drafter, DraftsTogether, ModelDrafter, add_drafts, can_draft
 from axlearn_plugins_serving.engine_capabilities import (
     ChangesAdapters,
+    CompilesFunctions,
     EmbedsTokens,
     HasPrefix,
     HasWindow,
     HoldsResources,
     KeepsStates,
+    RecordsTokens,
     ReleasesMemory,
     RunsHeads,
 )
@@ -39,6 +42,7 @@ from axlearn_plugins_serving.scheduler import Limits, Part, PriorityScheduler, S
 from axlearn_plugins_serving.snapshots import Snapshots
 from axlearn_plugins_serving.text_embedding import EmbeddingQueue
 from axlearn_plugins_serving.token_masks import next_mask
+from axlearn_plugins_transformer.text.processor import TextProcessor
 
 
 class _InFlightStep(NamedTuple):
@@ -46,6 +50,7 @@ class _InFlightStep(NamedTuple):
 
     plan: SchedulerOutput
     pending: SubmittedStep
+    version: int
 
 
 class ServingEngine(Configurable):
@@ -58,7 +63,8 @@ class ServingEngine(Configurable):
         Attributes:
             runner: Computes the steps. It is offered `model` and `program`.
             scheduler: Chooses what each step computes. It is offered `cache` and `limits`.
-            drafter: Drafts tokens for greedy requests. The model verifies the drafts if a step has room. None disables drafts.
+            drafter: Drafts tokens for greedy requests. It is offered `runner` and `text`. The model verifies the drafts if a step
+                has room. None disables drafts.
             adapt_drafting: Whether to stop drafting while it makes tokens slower. The engine measures steps with and without it.
             max_waiting: Maximum number of waiting requests; additional requests are rejected.
             max_context: Maximum number of tokens in a prompt and its output. None uses the runner's limit: its
@@ -85,13 +91,25 @@ class ServingEngine(Configurable):
         normalize_embeddings: bool = True
         hold_seconds: float = setting(default=0.03, ge=0)
 
-    def __init__(self, cfg: Config, *, runner: Runner, end_tokens: frozenset[int] = frozenset()):
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        runner: Runner,
+        end_tokens: frozenset[int] = frozenset(),
+        text: TextProcessor | None = None,
+    ):
         """Build an engine.
 
-        `runner` is built from `cfg.runner`. `end_tokens` end every output.
+        Args:
+            cfg: Config of the engine.
+            runner: Runner that was built from `cfg.runner`.
+            end_tokens: Tokens that end every output.
+            text: Text processor of the model, for drafters.
         """
         self.config, self.runner, self.end_tokens = cfg, runner, end_tokens
         self.vocab_size = runner.vocab_size
+        self.version = 0
         self.adapters: tuple[str, ...] = tuple(runner.adapters)
         self.max_context = _context_length(cfg, runner)
         self.normalizes_embeddings = cfg.normalize_embeddings
@@ -113,7 +131,7 @@ class ServingEngine(Configurable):
             positions=min(runner.max_blocks_per_request, runner.num_blocks) * runner.block_size,
         )
         self.scheduler: Scheduler = cfg.scheduler.build(cache=self.cache, limits=self.limits)
-        self.drafter: Drafter | None = _build_drafter(cfg, runner)
+        self.drafter: Drafter | None = _build_drafter(cfg, runner, text)
         self._gate = DraftGate() if self.drafter is not None and cfg.adapt_drafting else None
         self._drafting = False  # whether the current step drafts
         self._decode_time: float | None = None  # when the results of a step that only decodes were read
@@ -127,8 +145,8 @@ class ServingEngine(Configurable):
         self._in_flight: _InFlightStep | None = None
         self._closed = False
 
-    def add(self, request: Request) -> None:
-        """See `Engine.add`."""
+    def check(self, request: Request) -> None:
+        """Raise `RequestError` if the engine cannot run a request now or later. This method may be called from any thread."""
         self._check_awake()
         check_request(
             request,
@@ -138,6 +156,19 @@ class ServingEngine(Configurable):
             adapters=self.adapters,
             prefix=self.prefix,
         )
+        if request.sampling.records and not (isinstance(self.runner, RecordsTokens) and self.runner.records):
+            raise RequestError(
+                "the layers of this model record nothing about tokens\n    fix: set records to false, or use a model whose layers "
+                "record, such as one with the feature router-replay"
+            )
+        if request.embeds and self._embeddings is None:
+            raise RequestError(
+                "this engine computes no embeddings\n    fix: set serving.runner.pooling to mean, last or cls"
+            )
+
+    def add(self, request: Request) -> None:
+        """See `Engine.add`."""
+        self.check(request)
         if request.id in self._states or (self._embeddings is not None and request.id in self._embeddings):
             raise RequestError(f"request {request.id!r} is not finished yet\n    fix: use a unique id for each request")
         waiting = self._num_waiting()
@@ -148,8 +179,9 @@ class ServingEngine(Configurable):
                 f"    fix: try again in {seconds:.0f} s",
                 seconds,
             )
-        if request.embeds:
-            self._add_embedding(request)
+        if request.embeds and self._embeddings is not None:
+            self._embeddings.add(request)
+            self.meter.prompt_tokens += len(request.prompt)
             return
         sampling = request.sampling
         limit = self.max_context - len(request.prompt)
@@ -198,14 +230,18 @@ class ServingEngine(Configurable):
             blocks=pool.num_blocks,
             used_blocks=pool.used,
             cached_blocks=pool.idle,
-            compilations=self.runner.compilations,
+            compilations=self.runner.compilations
+            + (self.drafter.compilations if isinstance(self.drafter, CompilesFunctions) else 0),
+            drafter=None if self.config.drafter is None else type(self.config.drafter).__qualname__.split(".")[0],
         )
 
-    def update_weights(self, weights: Any) -> None:
+    def update_weights(self, weights: Any, version: int | None = None, *, share: bool = False) -> int:
         """See `Engine.update_weights`."""
         self._check_awake()
-        self.runner.update_weights(weights)
+        copied = self.runner.update_weights(weights, share=share)
+        self.version = self.version + 1 if version is None else version
         self.cache.forget(list(self.scheduler.running))
+        return copied
 
     def sleep(self, level: int = 1) -> None:
         """See `Sleeps.sleep`."""
@@ -218,6 +254,8 @@ class ServingEngine(Configurable):
             raise RequestError("requests are running\n    fix: wait for them to end, or abort them")
         if not self.is_sleeping:
             self.runner.release_memory(level)
+            if isinstance(self.drafter, ReleasesMemory):
+                self.drafter.release_memory(level)
             self.cache.forget([])
             self.is_sleeping = True
 
@@ -226,6 +264,8 @@ class ServingEngine(Configurable):
         self._check_open()
         if self.is_sleeping and isinstance(self.runner, ReleasesMemory):
             self.runner.restore_memory()
+            if isinstance(self.drafter, ReleasesMemory):
+                self.drafter.restore_memory()
             self.is_sleeping = False
 
     def read_adapter(self, name: str, directory: str) -> Any:
@@ -275,6 +315,9 @@ class ServingEngine(Configurable):
             self._closed = True
             if isinstance(self.runner, HoldsResources):
                 self.runner.close()
+            if isinstance(self.drafter, HoldsResources):
+                self.drafter.close()
+            self.drafter = None
             del self.runner
 
     def _run_step(self) -> list[Output]:
@@ -286,7 +329,9 @@ class ServingEngine(Configurable):
         plan = self.scheduler.plan(self._max_steps())
         self.meter.preemptions += plan.preemptions
         if self.drafter is not None and self._drafting:
-            add_drafts(plan, self.drafter, self.cache, self.limits)
+            computes = isinstance(self.drafter, DraftsTogether)
+            with self.meter.time_runner() if computes else contextlib.nullcontext():
+                add_drafts(plan, self.drafter, self.cache, self.limits)
         rows = self._build_rows(plan, outputs)
         self.meter.record_plan(waited=waited)
         previous, self._in_flight = self._in_flight, None
@@ -303,14 +348,6 @@ class ServingEngine(Configurable):
             outputs += self._embeddings.read()
             self._embeddings.submit()
         return outputs
-
-    def _add_embedding(self, request: Request) -> None:
-        if self._embeddings is None:
-            raise RequestError(
-                "this engine computes no embeddings\n    fix: set serving.runner.pooling to mean, last or cls"
-            )
-        self._embeddings.add(request)
-        self.meter.prompt_tokens += len(request.prompt)
 
     def _num_waiting(self) -> int:
         return self.scheduler.waiting() + (0 if self._embeddings is None else len(self._embeddings))
@@ -380,12 +417,12 @@ class ServingEngine(Configurable):
             state.resends_token = False
             self.cache.store(state)
             self.cache.trim(state)
-        return _InFlightStep(plan, pending)
+        return _InFlightStep(plan, pending, self.version)
 
     def _read_results(self) -> list[Output]:
         """Wait for the step in flight and return its outputs."""
         assert self._in_flight is not None
-        (plan, pending), self._in_flight = self._in_flight, None
+        (plan, pending, version), self._in_flight = self._in_flight, None
         with self.meter.time_runner():
             results = pending.wait()
         outputs = []
@@ -394,19 +431,27 @@ class ServingEngine(Configurable):
             if state.finished:
                 continue
             state.inflight -= plan.steps if part.sample else 0
-            output = read_part(part, result, self.end_tokens)
+            output = read_part(part, result, self.end_tokens, version)
             if output is None:
                 continue
             self.meter.drafted_tokens += len(part.draft)
             self.meter.accepted_tokens += max(0, len(output.tokens) - 1) if part.draft else 0
             self.meter.output_tokens += len(output.tokens)
-            outputs.append(output)
             if output.finish is not None:
+                output = self._add_records(output, state)
                 self._remove_request(state)
+            outputs.append(output)
         self.meter.record_read(plan)
         if self._gate is not None:
             self._record_decoding(self._gate, plan, sum(len(output.tokens) for output in outputs))
         return outputs
+
+    def _add_records(self, output: Output, state: RequestState) -> Output:
+        """Add the records of all tokens before the last one, which no step has read."""
+        if not state.request.sampling.records or not isinstance(self.runner, RecordsTokens):
+            return output
+        count = len(state.tokens) - (output.stop_token is None)
+        return attrs.evolve(output, records=self.runner.read_records(state.blocks, count))
 
     def _record_decoding(self, gate: DraftGate, plan: SchedulerOutput, tokens: int) -> None:
         """Record the time per token of a step, if it and the one before it only decode."""
@@ -462,7 +507,7 @@ def _build_row(part: Part, mask: Any) -> Row:
     )  # fmt: skip
 
 
-def _build_drafter(cfg: ServingEngine.Config, runner: Runner) -> Drafter | None:
+def _build_drafter(cfg: ServingEngine.Config, runner: Runner, text: TextProcessor | None) -> Drafter | None:
     """Build the drafter. Raise `RequestError` if it needs drafts that the runner does not compute."""
     drafts = isinstance(runner, RunsHeads) and runner.drafts
     if isinstance(cfg.drafter, ModelDrafter.Config) and not drafts:
@@ -471,7 +516,7 @@ def _build_drafter(cfg: ServingEngine.Config, runner: Runner) -> Drafter | None:
             f"    got: serving.drafter=model-drafter, and a {type(runner).__qualname__} without drafts\n"
             "    fix: set serving.runner.drafts=true, or serving.drafter=ngram-drafter or null"
         )
-    return None if cfg.drafter is None else cfg.drafter.build()
+    return None if cfg.drafter is None else cfg.drafter.build(runner=runner, text=text)
 
 
 def _snapshots(cfg: ServingEngine.Config, runner: Runner) -> Snapshots | None:

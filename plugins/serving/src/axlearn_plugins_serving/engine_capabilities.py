@@ -71,6 +71,29 @@ class KeepsStates(Protocol):
     num_snapshots: int | None
 
 
+@runtime_checkable
+class RecordsTokens(Protocol):
+    """A runner whose layers can record facts about tokens in their caches.
+
+    Attributes:
+        records: Names of the records. Empty if the layers record nothing.
+    """
+
+    records: tuple[str, ...]
+
+    def read_records(self, blocks: Sequence[int], count: int) -> Mapping[str, np.ndarray]:
+        """Return the records of the first tokens in the blocks of a request.
+
+        Args:
+            blocks: The blocks, in order of position.
+            count: Number of tokens T.
+
+        Returns:
+            For each name, [T, L, ...], for the L layers that record it.
+        """
+        ...
+
+
 class PendingEmbeddings(Protocol):
     """Embeddings that the devices compute."""
 
@@ -102,7 +125,7 @@ class EmbedsTokens(Protocol):
 
 @runtime_checkable
 class ReleasesMemory(Protocol):
-    """A runner that can free the memory of its devices; see `Sleeps`."""
+    """A runner or drafter that can free the memory of its devices; see `Sleeps`."""
 
     def release_memory(self, level: int) -> None:
         """Free the cache and the weights. No step is in flight, and none follows before `restore_memory`."""
@@ -110,6 +133,20 @@ class ReleasesMemory(Protocol):
 
     def restore_memory(self) -> None:
         """Restore the weights, and an empty cache."""
+        ...
+
+
+@runtime_checkable
+class CompilesFunctions(Protocol):
+    """A drafter that compiles functions."""
+
+    @property
+    def compilations(self) -> int:
+        """Return the number of functions compiled since `warm_up` ended."""
+        ...
+
+    def warm_up(self) -> None:
+        """Compile all functions that drafts may need."""
         ...
 
 
@@ -141,10 +178,10 @@ class ReadsWeights(Protocol):
 
 @runtime_checkable
 class HoldsResources(Protocol):
-    """A runner with resources to release when its engine closes."""
+    """A runner or drafter with resources to release when its engine closes."""
 
     def close(self) -> None:
-        """Release the resources. The runner is not called afterwards."""
+        """Release the resources. The engine makes no further calls."""
         ...
 
 

@@ -19,19 +19,32 @@ from flax import nnx
 from jax import lax
 
 from axlearn_core.compose import Array, Function
+from axlearn_core.config.roles import states_role
 from axlearn_core.config.tree import children
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_serving import token_sampling
 from axlearn_plugins_serving.serving_linear import WeightLayout, lay_out_maps
-from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, VERIFIED, Step, StepBucket
+from axlearn_plugins_serving.step_inputs import (
+    KIND,
+    LOGPROBS,
+    MASKED,
+    SAMPLED,
+    SAMPLING_LOGPROBS,
+    TARGETS,
+    VERIFIED,
+    Step,
+    StepBucket,
+)
 from axlearn_plugins_serving.text_embedding import EmbedBucket, Pooling, pool
+from axlearn_plugins_serving.token_records import read_pages
 from axlearn_plugins_serving.token_sampling import ChosenTokens, Tables
+from axlearn_plugins_transformer.cache_spec import CacheEntry
 from axlearn_plugins_transformer.causal_lm import DraftsFromCache, DraftsTokens, NewTokens, splits_decoder
 from axlearn_plugins_transformer.functions import Arrays, GenerationFunctions
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
-from axlearn_plugins_transformer.layer_roles import OutputHeadRole
+from axlearn_plugins_transformer.layer_roles import OutputHeadRole, SequentialRole
 from axlearn_plugins_transformer.transformer import Cache
 
 ADAPTERS = (".rows_a", ".rows_b")
@@ -55,8 +68,10 @@ class Sizes:
             rows.
         layout: Layout of the linear maps' weights; None keeps the training layout.
         snapshots: Number of recurrent states to keep for later requests, besides one per slot.
+        stacked: Whether steps scan over the stacked arrays of the layers instead of reading separate ones.
         drafts: Whether steps draft tokens with the model's heads.
         pooling: Pooling of embeddings, or None.
+        kept_tokens: Maximum number of tokens to report that could be drawn.
     """
 
     blocks: int
@@ -68,8 +83,10 @@ class Sizes:
     min_rows: int = 1
     layout: WeightLayout | None = None
     snapshots: int = 0
+    stacked: bool = False
     drafts: bool = False
     pooling: Pooling | None = None
+    kept_tokens: int = 0
 
 
 class ServingFunctions:
@@ -85,12 +102,14 @@ class ServingFunctions:
             _check_drafts(model)
         self._heads_keep_cache = sizes.drafts and isinstance(model, DraftsFromCache)
         options = {"heads": True} if self._heads_keep_cache else {}
-        self._generation = GenerationFunctions(model, _layout_editor(sizes.layout), **options)
+        if sizes.stacked:
+            _check_stacked(model, sizes)
+        self._generation = GenerationFunctions(model, _layout_editor(sizes.layout), stacked=sizes.stacked, **options)
         head = children(decoder.cfg)["head"] if isinstance(decoder.cfg, OutputHeadRole) else None
-        self._tied = head is None
+        self._tied = head is None and not sizes.stacked
         self.specs: dict[str, Any] = dict(self._generation.specs)
         separate = self._generation.bind(self._generation.specs)
-        spec = separate.cache_spec()
+        spec = (separate.decoder.stacked_cache_spec(),) if sizes.stacked else separate.cache_spec()
         self._num_layers = len(spec)
         self._graph, self._state = nnx.split(model)
         self.cache_spec = (*spec, *separate.draft_cache_spec()) if self._heads_keep_cache else spec
@@ -104,6 +123,12 @@ class ServingFunctions:
                 outputs=lambda _: weights,
                 runs_once=True,
                 describe="weights of separate layers, as steps use them",
+            ),
+            "serve_layout": Function(
+                call=self._build_changed_weights,
+                outputs=lambda _: {path: array for path, array in weights.items() if path not in self.unchanged},
+                runs_once=True,
+                describe="the weights of separate layers that differ from the model's arrays",
             ),
             "serve_cache": Function(
                 call=self._build_cache, takes_model=False, runs_once=True, describe="an empty cache"
@@ -225,7 +250,10 @@ class ServingFunctions:
 
     def _block_functions(self, cache: Any) -> Mapping[str, Function]:
         ids = Array((self.sizes.blocks_per_call,), jnp.int32)
-        contents = tuple(Array((self.sizes.blocks_per_call, *s.shape[1:]), s.dtype) for s in self._pages(cache))
+        contents = jax.tree.map(
+            lambda s: Array(s.shape, s.dtype),
+            jax.eval_shape(self._read_pages, cache, jax.ShapeDtypeStruct(ids.shape, ids.dtype)),
+        )
         return {
             "serve_copy": Function(
                 call=lambda cache, source, target: self._map_pages(
@@ -238,10 +266,16 @@ class ServingFunctions:
                 describe="copy cache blocks",
             ),
             "serve_read": Function(
-                call=lambda cache, source: tuple(x.at[source].get(mode="clip") for x in self._pages(cache)),
+                call=self._read_pages,
                 inputs=lambda _: (cache, ids),
                 takes_model=False,
                 describe="read blocks",
+            ),
+            "serve_records": Function(
+                call=lambda cache, source: read_pages(self.cache_spec, cache, source),
+                inputs=lambda _: (cache, ids),
+                takes_model=False,
+                describe="read the records of blocks",
             ),
             "serve_write": Function(
                 call=lambda cache, target, contents: self._map_pages(
@@ -258,6 +292,22 @@ class ServingFunctions:
     def _build_weights(self, model: Any) -> Arrays:
         flat = self._generation.separate_arrays(model)
         return {**flat, HEAD: model.decoder.head_weight()} if self._tied else flat
+
+    def _build_changed_weights(self, model: Any) -> Arrays:
+        return {path: array for path, array in self._build_weights(model).items() if path not in self.unchanged}
+
+    @functools.cached_property
+    def unchanged(self) -> Mapping[str, str]:
+        """Path in a step -> path in the model, for each array that steps read as the model has it."""
+        unchanged: dict[str, str] = {}
+
+        def record(state: Any) -> None:
+            sources = {id(v.get_value()): ".".join(map(str, key)) for key, v in nnx.to_flat_state(state)}
+            arrays = self._build_weights(nnx.merge(self._graph, state))
+            unchanged.update({path: sources[id(array)] for path, array in arrays.items() if id(array) in sources})
+
+        jax.eval_shape(record, self._state)
+        return unchanged
 
     def _build_adapters(self, rows: Mapping[str, jax.Array]) -> Arrays:
         """Return the adapters of separate layers. The other weights do not affect them, so they are zero here."""
@@ -276,15 +326,32 @@ class ServingFunctions:
     def _map_pages(self, change: Callable[..., jax.Array], cache: Any, *others: Sequence[Any]) -> Any:
         """Replace the arrays of a cache that have a leading axis of blocks.
 
-        `others` are sequences with an item for each of these arrays.
+        `others` are sequences with an item for each of these arrays. If several layers share an array, `change` sees the blocks of
+        one layer.
         """
         items = iter(zip(*others, strict=True)) if others else itertools.repeat(())
-        return jax.tree.map(lambda e, x: change(x, *next(items)) if e.per == "page" else x, self.cache_spec, cache)
 
-    def _pages(self, cache: Any) -> tuple[Any, ...]:
-        """Return the arrays of a cache that have a leading axis of blocks."""
+        def change_entry(entry: CacheEntry, x: Any) -> Any:
+            if entry.per != "page":
+                return x
+            arguments = next(items)
+            run = change if entry.layers is None else jax.vmap(change, in_axes=(0, *(1,) * len(arguments)))
+            return run(x, *arguments)
+
+        return jax.tree.map(change_entry, self.cache_spec, cache)
+
+    def _read_pages(self, cache: Any, source: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the blocks `source`, int32 [N], of each array with blocks: [N, ...], or [N, layers, ...]."""
+
+        def read(x: jax.Array) -> jax.Array:
+            return x.at[source].get(mode="clip")
+
         arrays = zip(jax.tree.leaves(self.cache_spec), jax.tree.leaves(cache), strict=True)
-        return tuple(array for entry, array in arrays if entry.per == "page")
+        return tuple(
+            read(x) if entry.layers is None else jax.vmap(read, out_axes=1)(x)
+            for entry, x in arrays
+            if entry.per == "page"
+        )
 
     def _run_decoder(
         self, arrays: Arrays, cache: Any, tables: Tables, step: Step
@@ -300,14 +367,15 @@ class ServingFunctions:
         tokens, positions = self._pad(tokens), self._pad(positions)
         slots = dataclasses.replace(slots, write=self._pad(slots.write, self.sizes.blocks * self.sizes.block_size))
         context = Context(positions=positions[:, None], slots=slots)  # type: ignore[arg-type]
-        cache, heads = Cache(cache[: self._num_layers], jnp.zeros((), jnp.int32)), cache[self._num_layers :]
+        layers, heads = cache[: self._num_layers], cache[self._num_layers :]
+        cache = Cache(layers[0] if self.sizes.stacked else layers, jnp.zeros((), jnp.int32))
         with self._select_adapters(tables, step.slot[step.row_indices()]):
             if splits_decoder(model):
                 inputs, context, options = model.decoder_inputs({"tokens": tokens[:, None]}, context)
                 x, new = model.decoder.begin(inputs, context, cache, **options)
             else:
                 x, new = model.hidden_states({"tokens": tokens[:, None]}, context, cache)
-        return model, x[:, 0], (*new.layers, *heads), context
+        return model, x[:, 0], (*((new.layers,) if self.sizes.stacked else new.layers), *heads), context
 
     def _pad(self, x: jax.Array, value: int = 0) -> jax.Array:
         """Pad to `min_rows` rows."""
@@ -342,9 +410,12 @@ class ServingFunctions:
 
     def _choose_tokens(self, logits: jax.Array, tables: Tables, step: Step) -> tuple[ChosenTokens, Tables]:
         slot, flags, kind = self._pad(step.slot, self.sizes.slots), self._pad(step.flags), step.header[KIND]
-        token = token_sampling.choose(logits, tables, slot, flags & MASKED > 0, kind)
-        tables = token_sampling.record(tables, slot, token, flags & SAMPLED > 0, kind)
-        chosen = token_sampling.report(logits, token, step.header[LOGPROBS] > 0)
+        scored = step.header[SAMPLING_LOGPROBS] > 0
+        width = self.sizes.kept_tokens
+        drawn = token_sampling.choose(logits, tables, slot, flags & MASKED > 0, kind, scored, width)
+        tables = token_sampling.record(tables, slot, drawn.token, flags & SAMPLED > 0, kind)
+        chosen = token_sampling.report(logits, drawn.token, step.header[LOGPROBS] > 0)
+        chosen = chosen._replace(sampling_logprob=drawn.logprob, kept=drawn.kept)
         return jax.tree.map(lambda x: x[: step.bucket.results], chosen), tables
 
     def serve(
@@ -495,6 +566,22 @@ class ServingFunctions:
         return pool(hidden, lengths, self.sizes.pooling)
 
 
+def _check_stacked(model: Any, sizes: Sizes) -> None:
+    """Raise `RequestError` if steps cannot scan over the stacked weights of a model."""
+    reasons, stack = [], model.decoder.cfg.stack
+    if not isinstance(model.decoder, StacksCache) or not states_role(stack, SequentialRole):
+        reasons.append(f"its decoder, a {type(model.decoder).__name__}, does not run as a scan with a cache")
+    if sizes.drafts:
+        reasons.append("steps draft tokens with its heads")
+    if sizes.layout == "column_parallel":
+        reasons.append("the mode parity splits the outputs of each weight over devices")
+    if reasons:
+        raise RequestError(
+            f"steps cannot read the stacked weights of this model: {reasons[0]}\n    got: serving.runner.layers=stacked\n"
+            "    fix: set serving.runner.layers=separate"
+        )
+
+
 def _check_drafts(model: object) -> None:
     """Raise `RequestError` if the model has no heads that draft tokens."""
     if not isinstance(model, DraftsTokens | DraftsFromCache):
@@ -504,6 +591,15 @@ def _check_drafts(model: object) -> None:
             "    fix: set serving.drafter=ngram-drafter or null, train the model with the feature multi-token-prediction, or see "
             f"`DraftsTokens` in {DraftsTokens.__module__}"
         )
+
+
+@runtime_checkable
+class StacksCache(Protocol):
+    """A decoder whose layers can run as a scan with a cache."""
+
+    def stacked_cache_spec(self) -> Any:
+        """Return a `StackedCache` of the entries of the cache."""
+        ...
 
 
 @runtime_checkable

@@ -1,6 +1,9 @@
 """The results that an engine in this process returns."""
 
+from collections.abc import Mapping
+
 import attrs
+import numpy as np
 
 from axlearn_plugins_serving.contracts import FinishReason, TokenLogprobs
 
@@ -14,12 +17,33 @@ class Sample:
         text: Text of `tokens`; None if the model has no tokenizer.
         logprobs: Log-probabilities of `tokens`; None if not requested.
         finish: `stop` or `length`.
+        stop_token: Token that ended the output; None if a stop text or the limit of tokens did.
+        stop_logprobs: Log-probabilities of `stop_token`; None if not requested.
+        versions: The versions of the weights that drew `drawn_tokens`, as (version, number of tokens), in order.
+        records: Records of the prompt and of `drawn_tokens` without the last one, by name, [T, L, ...] for L layers; None if not
+            requested, or if a stop text ended the output.
     """
 
     tokens: tuple[int, ...]
     text: str | None
     logprobs: tuple[TokenLogprobs, ...] | None
     finish: FinishReason
+    stop_token: int | None = None
+    stop_logprobs: TokenLogprobs | None = None
+    versions: tuple[tuple[int, int], ...] = ()
+    records: Mapping[str, np.ndarray] | None = attrs.field(default=None, eq=False)
+
+    @property
+    def drawn_tokens(self) -> tuple[int, ...]:
+        """The new tokens, including the one that ended the output."""
+        return self.tokens if self.stop_token is None else (*self.tokens, self.stop_token)
+
+    @property
+    def drawn_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """The log-probabilities of `drawn_tokens`; None if not requested."""
+        if self.logprobs is None or self.stop_logprobs is None:
+            return self.logprobs
+        return (*self.logprobs, self.stop_logprobs)
 
 
 @attrs.frozen(kw_only=True)
@@ -39,16 +63,21 @@ class Generation:
     cached_tokens: int
 
     @property
+    def sample(self) -> Sample:
+        """The first sample."""
+        return self.samples[0]
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """The tokens of the first sample."""
-        return self.samples[0].tokens
+        return self.sample.tokens
 
     @property
     def text(self) -> str | None:
         """The text of the first sample."""
-        return self.samples[0].text
+        return self.sample.text
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
         """The log-probabilities of the first sample."""
-        return self.samples[0].logprobs
+        return self.sample.logprobs

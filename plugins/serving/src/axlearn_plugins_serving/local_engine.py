@@ -1,9 +1,12 @@
 """`ax.serve`: an engine in this process, for Python."""
 
+import contextlib
+import functools
 import itertools
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,20 +19,14 @@ from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import RequestError, unknown
 from axlearn_core.run import open_weights, split_weights
 from axlearn_core.train.inference import LoadedModel
-from axlearn_plugins_serving.contracts import (
-    FinishReason,
-    Output,
-    QueueFullError,
-    Request,
-    Sampling,
-    Statistics,
-    TokenLogprobs,
-)
+from axlearn_plugins_serving.contracts import QueueFullError, Request, Sampling, Statistics
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.engine_capabilities import HasProgram, ReadsWeights
-from axlearn_plugins_serving.generation import Generation, Sample
+from axlearn_plugins_serving.engine_weights import model_weights
+from axlearn_plugins_serving.generation import Generation
 from axlearn_plugins_serving.open_engine import build_engine, open_engine
-from axlearn_plugins_serving.runner import model_weights
+from axlearn_plugins_serving.pending_sample import PendingSample, build_generation
+from axlearn_plugins_serving.turn_lock import TurnLock
 from axlearn_plugins_transformer.text.decoding import OutputOptions, OutputText
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
@@ -39,7 +36,9 @@ Prompt = str | Sequence[int]
 class LocalEngine:
     """An engine in this process.
 
-    Its methods are thread-safe, and requests from all threads are batched together.
+    Its methods are thread-safe, and requests from all threads are batched together. Requests of one call start together, so their
+    results do not depend on timing. `generate` and `stream` run the engine in the thread that calls them. `submit` runs it in a
+    thread of its own, which ends when all submitted requests have ended.
 
     Args:
         engine: The engine that runs requests.
@@ -48,14 +47,31 @@ class LocalEngine:
 
     def __init__(self, engine: ServingEngine, text: TextProcessor | None = None):
         self.engine, self.text = engine, text
-        self._lock = threading.Lock()
+        self._turns = TurnLock()  # for the engine and the samples that it runs
+        self._running: dict[str, PendingSample] = {}
+        self._guard = threading.Lock()  # for the attributes below; never held during a step
+        self._unfinished: dict[str, PendingSample] = {}
+        self._queue: deque[PendingSample] = deque()
+        self._aborted: list[str] = []
+        self._driver: threading.Thread | None = None
+        self._closed = False
+        self._ended: deque[PendingSample] = deque()  # samples whose futures must be resolved
         self._ids = itertools.count()
-        self._collections: dict[str, _Collection] = {}
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the model, or None."""
         return None if self.text is None else self.text.tokenizer
+
+    @property
+    def version(self) -> int:
+        """The version of the weights: 0 at first, and then the number that `update_weights` sets."""
+        return self.engine.version
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True between `sleep` and `wake_up`."""
+        return self.engine.is_sleeping
 
     def generate(
         self,
@@ -63,6 +79,7 @@ class LocalEngine:
         sampling: Sampling | None = None,
         *,
         n: int = 1,
+        seeds: Sequence[Sequence[int]] | None = None,
         stop: Sequence[str] = (),
         adapter: str | None = None,
         **options: Any,
@@ -73,6 +90,7 @@ class LocalEngine:
             prompts: One or more prompts, each given as text or as token ids.
             sampling: Sampling parameters; the default is the model's own.
             n: Number of samples per prompt. With a seed, sample i uses the seed plus i.
+            seeds: Seed of each sample: for each prompt, a sequence of n integers. They replace the seed of `sampling`.
             stop: Texts that end a sample, including special tokens such as `<|im_end|>`. The sample's text ends before the first
                 of them.
             adapter: Name of one of the engine's adapters; None uses the base model.
@@ -85,26 +103,28 @@ class LocalEngine:
         if n < 1:
             raise RequestError(f"n is {n}\n    expected: at least 1")
         sampling = _override_sampling(sampling or self._sampling_defaults(logprobs=0), options)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if stops and self.text is None:
-            raise RequestError("this model has no tokenizer, so text cannot stop it\n    fix: use stop_tokens")
         encoded = [self._encode(prompt) for prompt in _as_prompts(prompts)]
+        rows = _sample_seeds(sampling, n, len(encoded), seeds)
         requests = [
             Request(
-                id=f"local-{next(self._ids)}",
+                id=self._new_id(),
                 prompt=prompt,
-                sampling=_offset_seed(sampling, index),
+                sampling=attrs.evolve(sampling, seed=seed),
                 client="local",
                 adapter=adapter,
             )
-            for prompt in encoded
-            for index in range(n)
+            for prompt, row in zip(encoded, rows, strict=True)
+            for seed in row
         ]
-        collections = self._run([(request, self._new_collection(request, stops)) for request in requests])
-        return [
-            self._build_generation(prompt, collections[index * n : (index + 1) * n])
-            for index, prompt in enumerate(encoded)
-        ]
+        samples = self._enqueue(requests, stop)
+        try:
+            for sample in samples:
+                self._run_until_finished(sample)
+            for sample in samples:
+                sample.check()
+        finally:
+            self._abort(samples)
+        return [build_generation(samples[begin : begin + n]) for begin in range(0, len(samples), n)]
 
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, stop: Sequence[str] = (), **options: Any
@@ -126,34 +146,95 @@ class LocalEngine:
             raise RequestError("this model has no tokenizer, so it cannot stream text\n    fix: use `generate`")
         tokens = self._encode(prompt)
         sampling = _override_sampling(sampling or self._sampling_defaults(), options)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        return self._stream(Request(id=f"local-{next(self._ids)}", prompt=tokens, sampling=sampling), stops)
+        return self._stream(Request(id=self._new_id(), prompt=tokens, sampling=sampling), stop)
 
-    def update_weights(self, weights: Any) -> None:
-        """Replace the model's weights.
+    def submit(self, request: Request, *, stop: Sequence[str] = ()) -> "Future[Generation]":
+        """Start a request and return a future of its result.
+
+        Cancel the future to abort the request. Use `asyncio.wrap_future` to await it.
+
+        Args:
+            request: The request. Its `sampling` is used as it is; log-probabilities are not added.
+            stop: See `generate`.
+
+        Returns:
+            A future of a `Generation` with one sample. It raises the error of the engine if the engine fails or is closed.
+
+        Raises:
+            RequestError: If the request is invalid. Nothing is started.
+        """
+        return self.submit_all([request], stop=stop)[0]
+
+    def submit_all(self, requests: Sequence[Request], *, stop: Sequence[str] = ()) -> "list[Future[Generation]]":
+        """Start requests together and return a future for each; see `submit`.
+
+        If the engine is idle before, has no drafter and has `runner.decode_steps=1`, its steps do not depend on timing.
+
+        Raises:
+            RequestError: If a request is invalid. Nothing is started.
+        """
+        samples = self._enqueue(requests, stop, futures=True)
+        futures = [sample.future for sample in samples if sample.future is not None]
+        for sample, future in zip(samples, futures, strict=True):
+            future.add_done_callback(functools.partial(self._abort_cancelled, sample))
+        with self._guard:
+            if self._driver is None:
+                self._driver = threading.Thread(target=self._drive, name="local-engine", daemon=True)
+                self._driver.start()
+        return futures
+
+    def update_weights(self, weights: Any, version: int | None = None, *, share: bool = False) -> int:
+        """Replace the model's weights, and return the number of bytes that were copied.
 
         Requests from other threads continue with the new weights.
 
         Args:
             weights: Path -> array (parameters and variables of the model, such as `state.params`), a `ModelWeights`, a model of
                 the same structure, opened weights, or a path or URI.
+            version: Version of the weights. Samples tell which versions drew their tokens. The default is one more than the current
+                version.
+            share: Whether the engine may read the given arrays themselves, if shape, dtype and sharding are those of its own.
+                After a training step has donated them, generating raises an error until the weights are updated again. By
+                default, all arrays are copied.
 
         Raises:
             RequestError: If the weights do not fit the model.
         """
-        with self._lock:
-            self.engine.update_weights(self._model_weights(weights))
+        converted = self._model_weights(weights)
+        with self._turn():
+            return self.engine.update_weights(converted, version, share=share)
 
     def statistics(self) -> Statistics:
         """Return the state and the counters of the engine."""
-        with self._lock:
+        with self._turn():
             return self.engine.statistics()
 
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the cache and the weights until `wake_up`. New requests are rejected.
+
+        Args:
+            level: 1 keeps the weights in the memory of the host. 2 drops them, and `wake_up` reads them from their source again.
+
+        Raises:
+            RequestError: If requests are running, the level is unknown, or the weights have no source that can be read again.
+        """
+        with self._turn():
+            self._admit()
+            self.engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Restore the weights, and an empty cache. See `sleep`."""
+        with self._turn():
+            self.engine.wake_up()
+
     def close(self) -> None:
-        """Free the devices. Calls that are still running in other threads then raise an error."""
-        with self._lock:
+        """Free the devices. Calls that are still running in other threads, and futures, then raise an error."""
+        with self._turn():
+            with self._guard:
+                self._closed = True
             self.engine.close()
             self._fail(RequestError("the engine was closed during generation"))
+            self._aborted.clear()
 
     def __enter__(self) -> "LocalEngine":
         return self
@@ -163,24 +244,48 @@ class LocalEngine:
     ) -> None:
         self.close()
 
-    def _stream(self, request: Request, stops: Sequence[str]) -> Iterator[str]:
-        collection = self._new_collection(request, stops)
-        try:
-            with self._lock:
-                self._add(request, collection)
-            while not collection.finished:
-                with self._lock:
-                    if not collection.finished:
-                        self._step()
-                if piece := collection.take_text():
-                    yield piece
-            collection.check()
-        finally:
-            self._abort([request])
+    def _new_id(self) -> str:
+        return f"local-{next(self._ids)}"
 
-    def _new_collection(self, request: Request, stops: Sequence[str]) -> "_Collection":
-        options = OutputOptions(stops=tuple(stops), min_tokens=request.sampling.min_tokens)
-        return _Collection(None if self.text is None else self.text.output(request.prompt, options))
+    def _stream(self, request: Request, stop: Sequence[str]) -> Iterator[str]:
+        (sample,) = samples = self._enqueue([request], stop)
+        try:
+            while not sample.finished:
+                self._run_step(sample)
+                if piece := sample.take_text():
+                    yield piece
+            sample.check()
+        finally:
+            self._abort(samples)
+
+    def _enqueue(
+        self, requests: Sequence[Request], stop: Sequence[str], *, futures: bool = False
+    ) -> list[PendingSample]:
+        """Check requests and queue all of them, or none."""
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if stops and self.text is None:
+            raise RequestError("this model has no tokenizer, so text cannot stop it\n    fix: use stop_tokens")
+        for request in requests:
+            self.engine.check(request)
+            if request.embeds:
+                raise RequestError("a LocalEngine continues prompts\n    got: a request with embeds=True")
+        samples = [PendingSample(r, self._output_text(r, stops), Future() if futures else None) for r in requests]
+        counts = Counter(request.id for request in requests)
+        with self._guard:
+            if self._closed:
+                raise RequestError("the engine is closed\n    fix: open a new engine")
+            if repeated := [id for id, count in counts.items() if count > 1 or id in self._unfinished]:
+                raise RequestError(
+                    f"request {repeated[0]!r} is not finished yet\n    fix: use a unique id for each request"
+                )
+            self._unfinished.update((sample.request.id, sample) for sample in samples)
+            self._queue.extend(samples)
+        return samples
+
+    def _output_text(self, request: Request, stops: tuple[str, ...]) -> OutputText | None:
+        if self.text is None:
+            return None
+        return self.text.output(request.prompt, OutputOptions(stops=stops, min_tokens=request.sampling.min_tokens))
 
     def _sampling_defaults(self, logprobs: int | None = None) -> Sampling:
         defaults: dict[str, Any] = {} if self.text is None else dict(self.text.sampling)
@@ -188,56 +293,119 @@ class LocalEngine:
             defaults["top_k"] = int(defaults["top_k"])
         return Sampling(**defaults, logprobs=logprobs)
 
-    def _run(self, requests: Sequence[tuple[Request, "_Collection"]]) -> list["_Collection"]:
-        collections = [collection for _, collection in requests]
-        waiting = deque(requests)
+    def _run_until_finished(self, sample: PendingSample) -> None:
+        while not sample.finished:
+            self._run_step(sample)
+
+    def _run_step(self, sample: PendingSample | None = None) -> None:
+        """Run a step for all callers, unless the sample has finished before it is this thread's turn."""
+        with self._turn():
+            if sample is None or not sample.finished:
+                self._advance()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for this thread's turn to use the engine. Afterwards, resolve futures, whose callbacks may call this object."""
         try:
-            while waiting or not all(c.finished for c in collections):
-                with self._lock:
-                    while waiting:
-                        try:
-                            self._add(*waiting[0])
-                        except QueueFullError:
-                            break
-                        waiting.popleft()
-                    if not all(c.finished for c in collections):
-                        self._step()
-            for collection in collections:
-                collection.check()
+            with self._turns:
+                yield
         finally:
-            self._abort([request for request, _ in requests])
-        return collections
+            while self._ended:
+                with contextlib.suppress(IndexError):  # another thread took it
+                    self._ended.popleft().resolve()
 
-    def _add(self, request: Request, collection: "_Collection") -> None:
-        self.engine.add(request)
-        self._collections[request.id] = collection
-
-    def _step(self) -> None:
-        """Run one step for all callers. The caller must hold the lock."""
+    def _advance(self) -> None:
+        """Start queued requests, run one step and deliver its outputs. The caller must have the turn."""
         try:
-            outputs = self.engine.step()
+            self._admit()
+            for output in self.engine.step():
+                sample = self._running.get(output.id)
+                if sample is None or sample.finished:  # ended by a stop text, or cancelled
+                    continue
+                sample.take(output)
+                if sample.finished:
+                    self._end(sample)
+                    if output.finish is None:
+                        self.engine.abort(output.id)
         except Exception as error:
             self._fail(error)
             raise
-        for output in outputs:
-            collection = self._collections[output.id]
-            collection.take(output)
-            if collection.finished:
-                del self._collections[output.id]
-                if output.finish is None:  # ended by a stop string
-                    self.engine.abort(output.id)
+
+    def _admit(self) -> None:
+        """Abort the requests that callers gave up, and give the engine as many queued ones as it accepts."""
+        with self._guard:
+            for id in self._aborted:
+                self.engine.abort(id)
+                self._running.pop(id, None)
+            self._aborted.clear()
+            while self._queue:
+                sample = self._queue[0]
+                if not sample.finished:
+                    try:
+                        self.engine.add(sample.request)
+                    except QueueFullError:
+                        return
+                    except RequestError as error:  # for example, its adapter was removed
+                        sample.fail(error)
+                        self._forget(sample)
+                    else:
+                        self._running[sample.request.id] = sample
+                self._queue.popleft()
+
+    def _end(self, sample: PendingSample) -> None:
+        with self._guard:
+            self._forget(sample)
+        del self._running[sample.request.id]
+
+    def _forget(self, sample: PendingSample) -> None:
+        """Remove a sample that has ended from the unfinished ones. The caller must have the guard."""
+        if self._unfinished.get(sample.request.id) is sample:
+            del self._unfinished[sample.request.id]
+            self._ended.append(sample)
 
     def _fail(self, error: Exception) -> None:
-        for collection in self._collections.values():
-            collection.error, collection.finish = error, "error"
-        self._collections.clear()
+        """End all requests with an error. The caller must have the turn."""
+        with self._guard:
+            self._aborted += self._running  # they have already ended if the engine failed
+            self._running.clear()
+            self._queue.clear()
+            for sample in list(self._unfinished.values()):
+                sample.fail(error)
+                self._forget(sample)
 
-    def _abort(self, requests: Sequence[Request]) -> None:
+    def _abort_cancelled(self, sample: PendingSample, future: "Future[Generation]") -> None:
+        if future.cancelled():
+            self._give_up([sample])
+
+    def _give_up(self, samples: Sequence[PendingSample]) -> bool:
+        """Mark unfinished samples as aborted. Return True if there are any."""
+        with self._guard:
+            unfinished = [sample for sample in samples if not sample.finished]
+            for sample in unfinished:
+                sample.abort()
+                self._forget(sample)
+                self._aborted.append(sample.request.id)
+        return bool(unfinished)
+
+    def _abort(self, samples: Sequence[PendingSample]) -> None:
         """Abort the unfinished requests of a caller that was interrupted or stopped iterating."""
-        with self._lock:
-            for request in requests:
-                if self._collections.pop(request.id, None) is not None:
-                    self.engine.abort(request.id)
+        if self._give_up(samples):
+            with self._turn():
+                self._admit()
+
+    def _drive(self) -> None:
+        """Run steps until no submitted request is left."""
+        while self._has_futures():
+            with contextlib.suppress(Exception):  # `_advance` has given it to the futures
+                self._run_step()
+
+    def _has_futures(self) -> bool:
+        """Return True if the driver must run a step. Otherwise, the driver ends, and the next `submit` starts a new one."""
+        with self._guard:
+            if self._aborted or any(sample.future is not None for sample in self._unfinished.values()):
+                return True
+            self._driver = None
+            return False
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -245,21 +413,6 @@ class LocalEngine:
         if self.text is None:
             raise RequestError("this model has no tokenizer\n    fix: pass prompts as token ids")
         return tuple(self.text.encode_prompt(prompt))
-
-    def _build_generation(self, prompt: tuple[int, ...], collections: Sequence["_Collection"]) -> Generation:
-        samples = tuple(
-            Sample(
-                tokens=tuple(c.tokens),
-                text=c.take_text(),
-                logprobs=None if c.logprobs is None else tuple(c.logprobs),
-                finish=c.finish or "abort",
-            )
-            for c in collections
-        )
-        first = collections[0]
-        return Generation(
-            prompt=prompt, samples=samples, prompt_logprobs=first.prompt_logprobs, cached_tokens=first.cached_tokens
-        )
 
     def _model_weights(self, weights: Any) -> ModelWeights:
         runner: Any = self.engine.runner
@@ -275,60 +428,19 @@ class LocalEngine:
         return model_weights(functional, weights)
 
 
-class _Collection:
-    """The output of one request, up to the first stop string."""
-
-    def __init__(self, output: OutputText | None) -> None:
-        self._output = output
-        self._pieces: list[str] = []
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprobs] | None = None
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-        self.finish: FinishReason | None = None
-        self.cached_tokens = 0
-        self.error: Exception | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.finish is not None
-
-    def take(self, output: Output) -> None:
-        count = self._push(output.tokens)
-        self.tokens += output.tokens[:count]
-        if output.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *output.logprobs[:count]]
-        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-        self.cached_tokens, self.finish = output.cached_tokens, output.finish
-        if output.error is not None:
-            self.error = RequestError(output.error)
-        if self._output is not None and self._output.stopped:
-            self.finish = "stop"
-        elif self._output is not None and self.finished:
-            self._pieces.append(self._output.end())
-
-    def _push(self, tokens: Sequence[int]) -> int:
-        """Decode tokens up to the one that completes a stop string.
-
-        Return the number of decoded tokens.
-        """
-        if self._output is None:
-            return len(tokens)
-        for count, token in enumerate(tokens, 1):
-            self._pieces.append(self._output.push(token))
-            if self._output.stopped:
-                return count
-        return len(tokens)
-
-    def take_text(self) -> str | None:
-        """Return the text since the last call, or None if the model has no tokenizer."""
-        if self._output is None:
-            return None
-        pieces, self._pieces = self._pieces, []
-        return "".join(pieces)
-
-    def check(self) -> None:
-        if self.error is not None:
-            raise self.error
+def _sample_seeds(
+    sampling: Sampling, n: int, num_prompts: int, seeds: Sequence[Sequence[int]] | None
+) -> Sequence[Sequence[int | None]]:
+    """Return the seeds of the samples of each prompt."""
+    if seeds is None:
+        seed = sampling.seed
+        return [[None if seed is None else seed + index for index in range(n)]] * num_prompts
+    if len(seeds) != num_prompts or any(len(row) != n for row in seeds):
+        raise RequestError(
+            "the seeds do not fit the samples\n"
+            f"    got: {[len(row) for row in seeds]} seeds per prompt\n    expected: {n} for each of {num_prompts} prompts"
+        )
+    return [[int(seed) for seed in row] for row in seeds]
 
 
 def serve(
@@ -390,7 +502,3 @@ def _override_sampling(sampling: Sampling, options: Mapping[str, Any]) -> Sampli
         if name not in names:
             raise unknown("option of sampling", name, names)
     return attrs.evolve(sampling, **options)
-
-
-def _offset_seed(sampling: Sampling, index: int) -> Sampling:
-    return sampling if sampling.seed is None or not index else attrs.evolve(sampling, seed=sampling.seed + index)

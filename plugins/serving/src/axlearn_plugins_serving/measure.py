@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 from axlearn_plugins_serving.contracts import Statistics
 from axlearn_plugins_serving.scheduler import SchedulerOutput
@@ -117,7 +118,7 @@ class Meter:
         per_request = (time.monotonic() - self._start_times[0]) / len(self._start_times)
         return min(MAX_RETRY, max(MIN_RETRY, per_request * waiting / 10))
 
-    def statistics(self, **state: int) -> Statistics:
+    def statistics(self, **state: Any) -> Statistics:
         """Return the counters together with `state`."""
         return Statistics(
             prompt_tokens=self.prompt_tokens,

@@ -17,7 +17,7 @@ from axlearn_core.run import bind_weights, open_weights
 from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.drafting import ModelDrafter
 from axlearn_plugins_serving.engine import ServingEngine
-from axlearn_plugins_serving.engine_capabilities import HasConfig
+from axlearn_plugins_serving.engine_capabilities import CompilesFunctions, HasConfig
 from axlearn_plugins_serving.engine_devices import serving_program
 from axlearn_plugins_serving.programs import ProgramsError
 from axlearn_plugins_serving.runner import ModelRunner
@@ -193,11 +193,18 @@ def build_engine(
     if warm_up:
         report("compiling the programs" if programs is None else f"loading the programs in {programs}")
         runner.warm_up()
-    return config.build(runner=runner, end_tokens=frozenset() if text is None else text.end_tokens)
+    end_tokens = frozenset() if text is None else text.end_tokens
+    engine = config.build(runner=runner, end_tokens=end_tokens, text=text)
+    if warm_up and isinstance(engine.drafter, CompilesFunctions):
+        report("compiling the drafter")
+        engine.drafter.warm_up()
+    return engine
 
 
 def fit_config(config: ServingEngine.Config, model: Any, text: TextProcessor | None = None) -> ServingEngine.Config:
-    """Fit an engine's config to a model: limit the context to what the model supports, and let steps draft for a `ModelDrafter`.
+    """Fit an engine's config to a model.
+
+    Limit the context to what the model supports, use the model's pooling, and let steps draft for a `ModelDrafter`.
 
     Args:
         config: Config of the engine.
@@ -210,6 +217,9 @@ def fit_config(config: ServingEngine.Config, model: Any, text: TextProcessor | N
     runner = config.runner
     if not isinstance(runner, ModelRunner.Config):
         return config
+    if text is not None and text.pooling is not None and runner.pooling is None:
+        runner = attrs.evolve(runner, pooling=text.pooling)
+        config = attrs.evolve(config, runner=runner)
     if isinstance(config.drafter, ModelDrafter.Config):
         runner = attrs.evolve(runner, drafts=True)
         config = attrs.evolve(config, runner=runner)

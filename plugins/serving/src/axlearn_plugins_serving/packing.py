@@ -8,8 +8,17 @@ import jax
 import numpy as np
 
 from axlearn_plugins_serving.contracts import Row, RowResult, Sampling, TokenLogprobs
-from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, VERIFIED, StepBucket
-from axlearn_plugins_serving.token_sampling import DRAWN, FULL, GREEDY
+from axlearn_plugins_serving.step_inputs import (
+    KIND,
+    LOGPROBS,
+    MASKED,
+    SAMPLED,
+    SAMPLING_LOGPROBS,
+    TARGETS,
+    VERIFIED,
+    StepBucket,
+)
+from axlearn_plugins_serving.token_sampling import DRAWN, FULL, GREEDY, ChosenTokens
 from axlearn_plugins_transformer.recurrence import NOWHERE, PREVIOUS, ZERO
 
 
@@ -118,6 +127,7 @@ class Packer:
             step.flags[index] = SAMPLED | (MASKED if row.mask is not None else 0) | (VERIFIED if row.verifies else 0)
             step.header[KIND] = max(step.header[KIND], sampling_kind(sampling, row.mask is not None))
             step.header[LOGPROBS] |= sampling.logprobs is not None
+            step.header[SAMPLING_LOGPROBS] |= sampling.sampling_logprobs
 
     @staticmethod
     def _write_states(step: Any, parts: Sequence[_Part], rows: Sequence[Row]) -> None:
@@ -155,7 +165,7 @@ class PendingStep:
 
     def wait(self) -> Sequence[RowResult]:
         """Wait for the devices and return one result per row, in row order."""
-        results = jax.device_get(self._results)
+        results = [(_with_steps(sampled), targets) for sampled, targets in jax.device_get(self._results)]
         return [self._row_result(results, *args) for args in zip(self._rows, self._options, self._places, strict=True)]
 
     def _row_result(self, results: Any, row: Row, sampling: Sampling, place: Places) -> RowResult:
@@ -165,12 +175,13 @@ class PendingStep:
         if place.chosen is not None:
             call, index = place.chosen
             sampled = results[call][0]
-            if sampled.token.ndim == 1:
-                sampled = jax.tree.map(lambda x: x[None], sampled)
             tokens = sampled.token[: self._steps, index].tolist()
             drafts = () if sampled.drafts is None else sampled.drafts[0, index].tolist()
             if sampling.logprobs is not None:
-                logprobs = [_logprobs(sampled, (step, index), sampling.logprobs) for step in range(self._steps)]
+                logprobs = [
+                    _logprobs(sampled, (step, index), sampling.logprobs, sampling.sampling_logprobs)
+                    for step in range(self._steps)
+                ]
         targets = None
         if row.targets is not None:
             top = max(1, sampling.logprobs or 0) if row.verifies else sampling.num_prompt_logprobs
@@ -182,6 +193,20 @@ class PendingStep:
         return RowResult(tokens=tokens, logprobs=logprobs, target_logprobs=targets, drafts=drafts)
 
 
-def _logprobs(sampled: Any, index: tuple[int, ...], top: int) -> TokenLogprobs:
-    likeliest = zip(sampled.top_tokens[index][:top].tolist(), sampled.top_logprobs[index][:top].tolist(), strict=True)
-    return TokenLogprobs(token=int(sampled.token[index]), logprob=float(sampled.logprob[index]), top=tuple(likeliest))
+def _with_steps(sampled: ChosenTokens) -> ChosenTokens:
+    """Return the choices of one or more steps as arrays [steps, L, ...]."""
+    return sampled if sampled.token.ndim == 2 else jax.tree.map(lambda x: x[None], sampled)
+
+
+def _logprobs(sampled: Any, index: tuple[int, ...], top: int, scored: bool = False) -> TokenLogprobs:
+    likeliest: tuple[tuple[int, float], ...] = ()
+    if top:
+        values = sampled.top_tokens[index][:top].tolist(), sampled.top_logprobs[index][:top].tolist()
+        likeliest = tuple(zip(*values, strict=True))
+    return TokenLogprobs(
+        token=int(sampled.token[index]),
+        logprob=float(sampled.logprob[index]),
+        top=likeliest,
+        sampling_logprob=float(sampled.sampling_logprob[index]) if scored else None,
+        kept=sampled.kept[index] if scored and sampled.kept is not None else None,
+    )

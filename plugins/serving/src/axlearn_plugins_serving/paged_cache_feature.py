@@ -9,6 +9,7 @@ from axlearn_core.config.slots import list_slots
 from axlearn_core.config.tree import children, edit_nodes, find_slots
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_transformer.attention_variants.expanded_latent_cache import ExpandedLatentCache
 from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
 from axlearn_plugins_transformer.attention_variants.paged_latent_cache import PagedLatentCache
 from axlearn_plugins_transformer.kv_cache import KVCache
@@ -24,8 +25,10 @@ class UsePagedCache(Feature):
 
     Training and checkpoints do not change, because only generation uses a cache. `page_size` is the number of tokens per page
     (default: 16). `heads_first` stores pages in the layout that CPUs read best (default: false). `store` is the storage dtype of
-    keys and values, with a scale per token and head (default: the model's dtype). `kernel` names a kernel of the
-    `paged_attention` op to use instead of the attention's own. If the cache is already paged, only the given options change.
+    keys and values, with a scale per token and head (default: the model's dtype). `expand_latents` caches the keys and values of
+    latent attention instead of its latents, which takes more memory, but computes what training computes (default: false).
+    `kernel` names a kernel of the `paged_attention` op to use instead of the attention's own. If the cache is already paged, only
+    the given options change.
     """
 
     stage = "execute"
@@ -36,6 +39,7 @@ class UsePagedCache(Feature):
     page_size: int | None = setting(default=None, ge=1)
     heads_first: bool | None = None
     store: Literal["int8", "float8_e4m3fn"] | None = None
+    expand_latents: bool = False
     kernel: str | None = None
 
     def apply(self, cfg: Tree) -> Tree:
@@ -60,12 +64,17 @@ class UsePagedCache(Feature):
         for name in list_slots(type(part), LatentCache):
             if self.store is not None:
                 raise ConfigError(_latent_dtype_problem(self.store))
-            cache = children(part)[name]
-            paged = cache if isinstance(cache, PagedLatentCache.Config) else PagedLatentCache.Config()
-            values[name] = attrs.evolve(paged, **get_options(self, "page_size"))
+            values[name] = self._latent_cache(children(part)[name])
         if values and isinstance(part, AttentionKernelRole) and (self.clears_kernel or self.kernel is not None):
             values["kernel"] = self.kernel
         return attrs.evolve(part, **values) if values else None
+
+    def _latent_cache(self, cache: Any) -> Any:
+        if self.expand_latents:
+            pages = PagedCache.Config(heads_first=True)  # the layout with values that are smaller than the keys
+            return ExpandedLatentCache.Config(kv_cache=attrs.evolve(pages, **get_options(self, "page_size")))
+        paged = cache if isinstance(cache, PagedLatentCache.Config) else PagedLatentCache.Config()
+        return attrs.evolve(paged, **get_options(self, "page_size"))
 
 
 @node

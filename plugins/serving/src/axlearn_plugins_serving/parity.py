@@ -10,18 +10,23 @@ from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.compose.program import Program
 from axlearn_core.config import Node, find
 from axlearn_core.config.node import interface_fields
+from axlearn_core.config.roles import CompetingTokensRole
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.linear import Linear
 from axlearn_plugins_serving.engine_capabilities import HasConfig
 from axlearn_plugins_serving.paged_cache_feature import has_latents
 from axlearn_plugins_transformer.attention_variants.alibi import Alibi
-from axlearn_plugins_transformer.layer_roles import ExpertsRole, RecurrentRole
+from axlearn_plugins_transformer.attention_variants.lightning_indexer import LightningIndexer
+from axlearn_plugins_transformer.layer_roles import ExpertsKernelRole, ExpertsRole, RecurrentRole
 from axlearn_plugins_transformer.paged_cache import PagedCache
 
 ROWS = 64
 """Minimum number of rows outside attention in `parity` mode. XLA for CPU multiplies fewer rows with a different algorithm. The
 minimum depends on the input size of the maps: 56 rows for 256 inputs, 40 for 512 and 640, 24 for 768, and 4 for 1,024 or
 more."""
+NARROW_OUTPUTS, NARROW_MAP_ROWS = 8, 96
+"""Minimum number of rows of maps with at most this many outputs, such as adapters of a small rank. XLA for CPU multiplies 80 rows
+or fewer with a different algorithm."""
 WIDE_MAP_ROWS = {1024: 8, 768: 24}
 """Smallest input size of the maps -> minimum number of rows, for models with only wide maps (see `has_wide_maps`)."""
 MIN_WIDE_INPUTS, INPUT_MULTIPLE, OUTPUT_MULTIPLE = 768, 256, 64
@@ -33,7 +38,9 @@ def min_rows(model: Any) -> int:
 
     With this padding, the results of `model`, a `CausalLM`, do not depend on the number of rows.
     """
-    if not has_wide_maps(model):
+    if has_narrow_maps(model):
+        return NARROW_MAP_ROWS
+    if not has_wide_maps(model) or find(model.cfg, ExpertsRole):  # the maps of routers are narrow
         return ROWS
     least = min(math.prod(m.cfg.input_dims) for m in _maps(model))
     return next(rows for inputs, rows in WIDE_MAP_ROWS.items() if least >= inputs)
@@ -54,6 +61,14 @@ def has_wide_maps(model: Any, devices: int = 1) -> bool:
         n % multiple == 0 for n in outputs
     )
     return bool(maps) and wide and all(type(m) is Linear for m in maps)
+
+
+def has_narrow_maps(model: Any) -> bool:
+    """Return True if a linear map of a `CausalLM` or one of its adapters has at most `NARROW_OUTPUTS` outputs."""
+    outputs = [math.prod(m.cfg.output_dims) for m in _maps(model)]
+    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    ranks = [value.shape[-1] for path, value in params if path[-1] == "lora_a"]
+    return min([*outputs, *ranks], default=NARROW_OUTPUTS + 1) <= NARROW_OUTPUTS
 
 
 def _maps(model: Any) -> list[Any]:
@@ -85,6 +100,10 @@ def find_parity_problem(program: Program | ModelProgram) -> str | None:
         )
     if find(model.cfg, Alibi):
         return "position biases have not been tested"
+    if find(model.cfg, ExpertsRole):
+        return "each device would sum the outputs of its own experts"
+    if has_latents(model.cfg):
+        return "latent attention has not been tested"
     return None
 
 
@@ -115,15 +134,17 @@ def check_parity(
         reasons.append("it has adapters, which are applied to results here and merged into weights elsewhere")
     if model.precision.compute != "float32":
         reasons.append(f"it computes in {model.precision.compute}, so its rounding depends on the order of sums")
-    if find(model.cfg, ExpertsRole):
-        reasons.append("it has experts, whose number of rows depends on the tokens that choose them")
+    if find(model.cfg, CompetingTokensRole):
+        reasons.append("tokens compete for its experts, so the result for a token depends on the rest of the batch")
+    if not all(find(experts, ExpertsKernelRole) for experts in find(model.cfg, ExpertsRole).values()):
+        reasons.append("it has experts without a batch-invariant kernel")
     if find(model.cfg, RecurrentRole):
         reasons.append("it has recurrent layers, which compute a prompt in chunks and an output token by token")
-    if has_latents(model.cfg):
-        reasons.append("it has latent attention, which the engine's steps compute in the latent space, unlike training")
+    if find(model.cfg, LightningIndexer):
+        reasons.append("its latent attention chooses keys with an indexer, which has not been tested")
     if reasons:
         raise RequestError(
             f"the mode parity cannot serve this model: {reasons[0]}\n"
-            "    expected: float32, multi-head or grouped-query attention, dense feed-forward layers\n"
+            "    expected: float32, attention without states, experts that keep every token\n"
             "    fix: use mode=fast, which matches within rounding"
         )

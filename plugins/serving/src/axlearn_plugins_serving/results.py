@@ -9,26 +9,30 @@ from axlearn_plugins_serving.scheduler import Part
 from axlearn_plugins_serving.token_masks import ending_tokens
 
 
-def read_part(part: Part, result: RowResult, end_tokens: frozenset[int]) -> Output | None:
+def read_part(part: Part, result: RowResult, end_tokens: frozenset[int], version: int) -> Output | None:
     """Update the request's state with a result.
 
     Returns None if there is nothing to output yet.
+
+    Args:
+        part: The request's part of a step.
+        result: Result of the part.
+        end_tokens: Tokens that end every output.
+        version: Version of the weights that computed the step.
     """
     state = part.state
     state.drafts = tuple(result.drafts)
     if part.draft:
-        output = _build_output(state, accept_draft(part, result), end_tokens)
+        output = _build_output(state, accept_draft(part, result), end_tokens, version)
         state.computed = len(state.tokens) - 1  # positions of rejected tokens are computed again
         state.resends_token = True
         return output
     if result.target_logprobs is not None and not state.sent_prompt_logprobs:
         _read_prompt_logprobs(state, part, result.target_logprobs)
-    if part.decodes:
-        return _build_output(state, result, end_tokens)
-    if part.sample:
-        return _build_output(state, result, end_tokens)
+    if part.decodes or part.sample:
+        return _build_output(state, result, end_tokens, version)
     if state.limit == 0 and part.start + part.count == state.prompt_length:
-        return _build_output(state, RowResult(), end_tokens)
+        return _build_output(state, RowResult(), end_tokens, version)
     return None
 
 
@@ -43,7 +47,7 @@ def _read_prompt_logprobs(state: RequestState, part: Part, logprobs: Sequence[To
         state.prompt_logprobs += list(logprobs[-first:count])
 
 
-def _build_output(state: RequestState, result: RowResult, end_tokens: frozenset[int]) -> Output:
+def _build_output(state: RequestState, result: RowResult, end_tokens: frozenset[int], version: int) -> Output:
     sampling, constraint = state.request.sampling, state.request.constraint
     stop_tokens = ending_tokens(sampling, end_tokens)
     finish: FinishReason | None = "length" if state.limit == 0 else None
@@ -66,14 +70,16 @@ def _build_output(state: RequestState, result: RowResult, end_tokens: frozenset[
     prompt_logprobs = None
     if not state.sent_prompt_logprobs:
         prompt_logprobs, state.sent_prompt_logprobs = tuple(state.prompt_logprobs), True
-    has_logprobs = sampling.logprobs is not None and result.logprobs is not None
+    logprobs = result.logprobs if sampling.logprobs is not None else None
     return Output(
         id=state.request.id,
         tokens=tuple(tokens),
-        logprobs=tuple(result.logprobs[: len(tokens)]) if has_logprobs and result.logprobs is not None else None,
+        logprobs=None if logprobs is None else tuple(logprobs[: len(tokens)]),
         prompt_logprobs=prompt_logprobs,
         finish=finish,
         stop_token=stop_token,
+        stop_logprobs=None if logprobs is None or stop_token is None else logprobs[len(tokens)],
+        version=version,
         cached_tokens=state.cached_tokens or 0,
         error=error,
         started=state.started,

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import attrs
 import jax
 import numpy as np
-from flax import nnx
 
 from axlearn_core.compose import Function, Functional, ModelWeights, Program
 from axlearn_core.compose.model_program import ModelProgram
@@ -22,17 +22,20 @@ from axlearn_core.contracts.target import Target
 from axlearn_core.errors import Problem, RequestError
 from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.contracts import Row, Sampling, SubmittedStep
+from axlearn_plugins_serving.engine_weights import EngineWeights, KeptArray, model_weights, place_weights
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.memory_errors import SMALLER_CACHE, SMALLER_WEIGHTS, explain_memory
 from axlearn_plugins_serving.packing import Packer, PendingStep
 from axlearn_plugins_serving.paged_cache_feature import UsePagedCache
 from axlearn_plugins_serving.parity import check_parity, min_rows
 from axlearn_plugins_serving.programs import BackgroundLoader, Shapes, identity, list_functions, load_programs
-from axlearn_plugins_serving.serving_linear import WeightLayout, describe_kept_layouts, stores_transposed
+from axlearn_plugins_serving.serving_linear import WeightLayout, choose_layout, describe_kept_layouts
 from axlearn_plugins_serving.step_inputs import StepBucket
-from axlearn_plugins_serving.text_embedding import EmbedBucket, PendingTexts, embed_buckets, pack_texts
+from axlearn_plugins_serving.text_embedding import EmbedBucket, PendingTexts, Pooling, embed_buckets, pack_texts
+from axlearn_plugins_serving.token_records import list_records
 from axlearn_plugins_serving.token_sampling import MAX_BIAS, table_row
 from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
+from axlearn_plugins_transformer.batch_invariant import with_invariant_kernels
 from axlearn_plugins_transformer.cache_spec import has_states, read_prefix, read_window
 from axlearn_plugins_transformer.kv_cache import KVCache
 from axlearn_plugins_transformer.layer_roles import RecurrentRole
@@ -57,6 +60,9 @@ class ModelRunner(Configurable):
         weights: Function that returns the weights, if the model's arrays are abstract. It is called last.
         source: Function that reads the weights again: onto the devices, or into the host's memory with `on_host=True`. None if they
             have no source.
+
+    Attributes:
+        weights: The arrays that steps read. Empty while their memory is free.
     """
 
     @node
@@ -79,6 +85,8 @@ class ModelRunner(Configurable):
                 without decoding requests are compiled only for the smallest and the largest number.
             decode_steps: Maximum number of tokens to decode in one dispatch.
             mode: `fast`, or `parity` for results that match the training program in its batch-invariant mode bit for bit.
+            layers: `separate` gives steps a weight per layer, in the layout that the processor reads fastest. `stacked` lets steps
+                scan over the arrays of training, so that weights of a training program in the same process are not copied.
             cache_dtype: Storage dtype of cached keys and values, with a scale per token and head. None uses the model's dtype.
             adapters: Name -> directory written by `axlearn lora export`. Requests select an adapter by name.
             adapter_slots: Number of adapters that can be added later, in addition to `adapters`.
@@ -88,7 +96,9 @@ class ModelRunner(Configurable):
             num_snapshots: Number of recurrent states to keep for later requests, if the model has recurrent layers. None keeps two
                 per running request.
             drafts: Whether each step drafts tokens with the model's heads. The `model-drafter` turns it on.
-            pooling: Pooling of hidden states to embeddings: `mean`, `last` or `cls` (the first token). None turns them off.
+            pooling: Pooling of hidden states to embeddings: `mean`, `last` or `cls` (the first token). None uses the pooling of the
+                model's files, and computes no embeddings if they have none. `off` turns embeddings off.
+            kept_tokens: Maximum number of tokens to report with `sampling_logprobs` that top-k, top-p and min-p kept.
         """
 
         block_size: int = setting(default=32, ge=1)
@@ -102,6 +112,7 @@ class ModelRunner(Configurable):
         chunk_buckets: tuple[int, ...] = (1, 2, 4, 6, 8, 10, 12, 14)
         decode_steps: int = setting(default=1, ge=1)
         mode: Literal["fast", "parity"] = "fast"
+        layers: Literal["separate", "stacked"] = "separate"
         cache_dtype: Literal["int8", "float8_e4m3fn"] | None = None
         adapters: Mapping[str, str] = {}
         adapter_slots: int = setting(default=0, ge=0, le=256)
@@ -110,7 +121,8 @@ class ModelRunner(Configurable):
         kernel: str | None = None
         num_snapshots: int | None = setting(default=None, ge=0)
         drafts: bool = False
-        pooling: Literal["mean", "last", "cls"] | None = None
+        pooling: Literal["mean", "last", "cls", "off"] | None = None
+        kept_tokens: int = setting(default=0, ge=0, le=2**14, hide_default=True)
 
         def validate(self) -> Iterable[Problem]:
             """Report invalid buckets, and caches that hold too many tokens."""
@@ -148,9 +160,14 @@ class ModelRunner(Configurable):
             return 2 * self.max_rows if self.num_snapshots is None else self.num_snapshots
 
         @property
+        def embed_pooling(self) -> Pooling | None:
+            """Pooling of embeddings, or None if the runner computes none."""
+            return None if self.pooling == "off" else self.pooling
+
+        @property
         def embed_buckets(self) -> list[EmbedBucket]:
             """The shapes of batches of texts to embed, in ascending order of length."""
-            return [] if self.pooling is None else embed_buckets(self.max_context, self.max_step_tokens)
+            return [] if self.embed_pooling is None else embed_buckets(self.max_context, self.max_step_tokens)
 
         def buckets(self, *, states: bool = False) -> list[StepBucket]:
             """Return the shapes of steps, in ascending order. `states` is set for models with recurrent layers."""
@@ -264,7 +281,7 @@ class ModelRunner(Configurable):
         calls, places = self._packer.pack(rows, options)
         results = []
         for bucket, packed in calls:
-            state = self._arrays, self.cache, self._tables, packed
+            state = self.weights.read(), self.cache, self._tables, packed
             if steps > 1:
                 sampled, self.cache, self._tables = self.program.compile("serve_decode", bucket)(
                     *state, np.int32(steps)
@@ -279,7 +296,7 @@ class ModelRunner(Configurable):
         """See `EmbedsTokens.embed`."""
         numbers = [self._adapter_number(adapter) for adapter in adapters]
         bucket, *inputs = pack_texts(self.embed_buckets, prompts, numbers)
-        return PendingTexts(self.program.compile("serve_embed", bucket)(self._arrays, *inputs), len(prompts))
+        return PendingTexts(self.program.compile("serve_embed", bucket)(self.weights.read(), *inputs), len(prompts))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `Runner.copy_blocks`."""
@@ -298,6 +315,21 @@ class ModelRunner(Configurable):
         if not parts:
             return tuple(np.zeros((0, *s.shape[1:]), s.dtype) for s in self.program.trace("serve_read").out_info)
         return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """See `RecordsTokens.records`."""
+        return self.program.records
+
+    def read_records(self, blocks: Sequence[int], count: int) -> Mapping[str, np.ndarray]:
+        """See `RecordsTokens.read_records`."""
+        blocks = blocks[: -(-count // self.cfg.block_size)]
+        read, parts = self.program.compile("serve_records"), []
+        for begin in range(0, max(1, len(blocks)), BLOCKS_PER_CALL):
+            part = blocks[begin : begin + BLOCKS_PER_CALL]
+            contents = jax.device_get(read(self.cache, self._pad_ids(part)))
+            parts.append({name: x[: len(part)].reshape(-1, *x.shape[2:]) for name, x in contents.items()})
+        return {name: np.concatenate([part[name] for part in parts])[:count] for name in self.records}
 
     def write_blocks(self, blocks: Sequence[int], contents: Any) -> None:
         """See `Runner.write_blocks`."""
@@ -318,37 +350,31 @@ class ModelRunner(Configurable):
                 "the weights cannot be read again, because they did not come from a path or were updated\n    fix: use level 1"
             )
         if level == 1:
-            shardings = jax.tree.map(lambda x: x.sharding, self._arrays)
-            self._host_weights = jax.tree.map(np.array, self._arrays), shardings
+            arrays = dict(self.weights.read())
+            self._host_weights = jax.tree.map(np.array, arrays), jax.tree.map(lambda x: x.sharding, arrays)
         # Other owners may share the weights, so drop the references instead of deleting the arrays.
-        self._arrays = self.cache = None
+        self.weights, self.cache = EngineWeights({}), None
 
     def restore_memory(self) -> None:
         """See `ReleasesMemory.restore_memory`."""
         if self._host_weights is not None:
-            self._arrays = jax.device_put(*self._host_weights)
+            self.weights = EngineWeights(jax.device_put(*self._host_weights))
         else:
             assert self._source is not None
             self._place_weights(self._source())
         self.cache, self._host_weights = self.program.compile("serve_cache")(), None
 
-    def update_weights(self, weights: ModelWeights) -> None:
+    def update_weights(self, weights: ModelWeights, *, share: bool = False) -> int:
         """See `Runner.update_weights`."""
-        self._place_weights(weights)
+        copied = self._place_weights(weights, share=share)
         self._source = None
+        return copied
 
-    def _place_weights(self, weights: ModelWeights) -> None:
-        functional = self.program.functional
+    def _place_weights(self, weights: ModelWeights, *, share: bool = False) -> int:
+        """Lay out weights for steps, and return the number of bytes that were copied."""
         weights = ModelWeights({**weights.params, **self._adapter_arrays}, weights.variables)
-        for part, specs in ((weights.params, functional.abstract), (weights.variables, functional.variables)):
-            wrong = [p for p, s in specs.items() if p not in part or tuple(part[p].shape) != tuple(s.shape)]
-            if wrong:
-                actual = f"{part[wrong[0]].shape}" if wrong[0] in part else "nothing"
-                raise RequestError(
-                    f"the weights do not fit the served model: {wrong[0]}\n"
-                    f"    got: {actual}\n    expected: {specs[wrong[0]].shape}"
-                )
-        self._arrays: Any = self.program.compile("serve_weights")(self.program.place(weights))
+        self.weights = place_weights(self.program, weights, self.program.kept_weights if share else {}, share=share)
+        return self.weights.copied_bytes
 
     def _set_adapters(self, weights: ModelWeights) -> None:
         """Read the adapters and check that they fit the model."""
@@ -401,7 +427,8 @@ class ModelRunner(Configurable):
 
         slots = [None if name is None else self._exports[name] for name in self._slots]
         self._adapter_arrays = slot_arrays(self.program.functional.abstract, slots)
-        self._arrays = {**self._arrays, **self.program.compile("serve_adapters")(self._adapter_arrays)}
+        changed = self.program.compile("serve_adapters")(self._adapter_arrays)
+        self.weights = attrs.evolve(self.weights, arrays={**self.weights.read(), **changed})
 
     def _adapter_number(self, adapter: str | None) -> int:
         """Return the number of an adapter in the tables; 0 is the base model."""
@@ -445,15 +472,25 @@ class RunnerProgram(ModelProgram):
         `model` is the config of a `CausalLM`; see `ModelProgram` for the other arguments.
         """
         self.cfg, self.model = cfg, model
-        self._weight_layout: WeightLayout | None = _weight_layout(cfg, model, devices)
-        kernel = cfg.kernel or ("invariant" if cfg.mode == "parity" else None)
-        on_cpu = devices[0].platform == "cpu"
-        cache = UsePagedCache(page_size=cfg.block_size, heads_first=on_cpu, store=cfg.cache_dtype, kernel=kernel)
+        parity, on_cpu = cfg.mode == "parity", devices[0].platform == "cpu"
+        has_adapters = bool(cfg.adapters or cfg.adapter_slots)
+        self._weight_layout: WeightLayout | None = choose_layout(
+            model, devices, parity=parity, has_adapters=has_adapters, stacked=cfg.layers == "stacked"
+        )
+        cache = UsePagedCache(
+            page_size=cfg.block_size,
+            heads_first=on_cpu,
+            store=cfg.cache_dtype,
+            expand_latents=parity,
+            kernel=cfg.kernel,
+        )
         # A model without attention has no cache of tokens.
         has_attention = find_slots(model, KVCache) or find_slots(model, LatentCache)
         served = model if find(model, RecurrentRole) and not has_attention else cache.apply(model)
-        if cfg.adapters or cfg.adapter_slots:
+        if has_adapters:
             served = read_adapters(cfg).apply(served)
+        if parity:
+            served = with_invariant_kernels(served)
         super().__init__(Functional.from_config(served), devices, mesh, target, self._declare)
         self.buckets = cfg.buckets(states=has_states(self.cache_spec))
         if (prefix := read_prefix(self.cache_spec)) > cfg.chunk:
@@ -498,6 +535,17 @@ class RunnerProgram(ModelProgram):
         return self._serving.cache_spec
 
     @property
+    def records(self) -> tuple[str, ...]:
+        """Names of the records that the layers keep in their caches."""
+        return list_records(self.cache_spec)
+
+    @property
+    def kept_weights(self) -> Mapping[str, KeptArray]:
+        """The arrays that steps read as the model has them, by the path that steps use."""
+        steps = self.arguments("serve", self.buckets[0])[0]
+        return {path: KeptArray(source, steps[path].sharding) for path, source in self._serving.unchanged.items()}
+
+    @property
     def configs(self) -> Mapping[str, Node[Any]]:
         """The configs that determine the functions."""
         return {"model": self.model, "runner": self.cfg}
@@ -514,8 +562,10 @@ class RunnerProgram(ModelProgram):
             min_rows=min_rows(model) if cfg.mode == "parity" else 1,
             layout=self._weight_layout,
             snapshots=cfg.total_snapshots,
+            stacked=cfg.layers == "stacked",
             drafts=cfg.drafts,
-            pooling=cfg.pooling,
+            pooling=cfg.embed_pooling,
+            kept_tokens=cfg.kept_tokens,
         )
         self._serving = ServingFunctions(model, sizes)
         return self._serving.declare()
@@ -531,10 +581,11 @@ class RunnerProgram(ModelProgram):
     def step_shapes(self) -> Shapes:
         """Return the shapes of all functions that steps may need."""
         moves = ("serve_assign", "serve_mask", "serve_copy", "serve_read", "serve_write")
+        moves = (*moves, "serve_records") if self.records else moves
         shapes: dict[str, Sequence[Any]] = {**{name: [None] for name in moves}, "serve": self.buckets}
         if self.cfg.adapter_slots:
             shapes["serve_adapters"] = [None]
-        if self.cfg.pooling is not None:
+        if self.cfg.embed_pooling is not None:
             shapes["serve_embed"] = self.cfg.embed_buckets
         if self.cfg.decode_steps > 1:
             shapes["serve_decode"] = [bucket for bucket in self.buckets if not bucket.chunks]
@@ -560,13 +611,6 @@ class RunnerProgram(ModelProgram):
         self.export(directory, self.shapes(), identity(self, self.configs))
 
 
-def model_weights(functional: Functional, model: Any) -> ModelWeights:
-    """Return the arrays of a model. The model may lack the adapters of `functional`."""
-    flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(model))}
-    parts = functional.abstract, functional.variables
-    return ModelWeights(*({p: flat[p] for p in part if p in flat} for part in parts))
-
-
 def read_adapters(cfg: ModelRunner.Config) -> "RowAdapters":
     """Read the adapters of a runner's config, and its room for other adapters.
 
@@ -582,11 +626,3 @@ def read_adapters(cfg: ModelRunner.Config) -> "RowAdapters":
         ) from error
     free = FreeSlots(cfg.adapter_slots, cfg.adapter_rank, cfg.adapter_targets)
     return RowAdapters.read(cfg.adapters, free)
-
-
-def _weight_layout(cfg: ModelRunner.Config, model: Node[Any], devices: Sequence[Any]) -> WeightLayout | None:
-    """Return the weight layout of linear maps. None keeps the training layout."""
-    if cfg.mode == "parity":
-        return "column_parallel" if len(devices) > 1 else None
-    has_adapters = cfg.adapters or cfg.adapter_slots
-    return "transposed" if not has_adapters and stores_transposed(model, devices) else None

@@ -158,6 +158,23 @@ def stores_transposed(model: Node[Any], devices: Sequence[Any]) -> bool:
     return devices[0].platform == "cpu" and not has_latents(model)
 
 
+def choose_layout(
+    model: Node[Any], devices: Sequence[Any], *, parity: bool, has_adapters: bool, stacked: bool = False
+) -> WeightLayout | None:
+    """Return the layout in which an engine stores the weights of linear maps, or None for that of training.
+
+    Args:
+        model: Config of the model.
+        devices: Devices of the engine.
+        parity: Whether steps match the training program bit for bit.
+        has_adapters: Whether requests can select adapters.
+        stacked: Whether steps read the stacked arrays of training.
+    """
+    if parity:
+        return "column_parallel" if len(devices) > 1 else None
+    return "transposed" if not has_adapters and not stacked and stores_transposed(model, devices) else None
+
+
 def describe_kept_layouts(model: Any) -> tuple[str, ...]:
     """Describe the `Linear` subclasses that keep the training layout.
 

@@ -5,6 +5,8 @@ A single transfer moves them to the devices.
 Legend: R rows of one token, K chunks of C tokens, L = R + K, T = R + K C, M blocks of a request.
 """
 
+import math
+
 import attrs
 import jax
 import jax.numpy as jnp
@@ -16,8 +18,9 @@ from axlearn_plugins_transformer.recurrence import NOWHERE, ZERO, StateRows
 
 SAMPLED, MASKED, VERIFIED = 1, 2, 4
 """Flags of a row: choose its next token; apply the slot's mask; verify drafted tokens."""
-KIND, LOGPROBS, TARGETS = 0, 1, 2
-"""Header indices: the kind of sampling, and whether to report log-probabilities of chosen tokens and of targets."""
+KIND, LOGPROBS, TARGETS, SAMPLING_LOGPROBS = 0, 1, 2, 3
+"""Header indices: the kind of sampling, and whether to report log-probabilities of chosen tokens, of targets, and of chosen tokens
+in the distribution that they were drawn from."""
 HEADER = 4
 NO_STATE = ZERO, NOWHERE, NOWHERE
 """`Step.states` of a row that is not assigned: the rows to read, write and save."""
@@ -65,13 +68,13 @@ class StepBucket:
     @property
     def length(self) -> int:
         """The length of the packed array."""
-        return sum(int(np.prod(shape)) for shape in self.sizes.values())
+        return sum(math.prod(shape) for shape in self.sizes.values())
 
     def unpack(self, packed: jax.Array | np.ndarray) -> "Step":
         """Split the packed array into its parts. The parts of a NumPy array are views."""
         parts, begin = {}, 0
         for name, shape in self.sizes.items():
-            size = int(np.prod(shape))
+            size = math.prod(shape)
             parts[name] = packed[begin : begin + size].reshape(shape)
             begin += size
         return Step(bucket=self, **parts)
@@ -94,7 +97,7 @@ class Step:
     """The parts of a step's packed array, int32.
 
     Attributes:
-        header: [HEADER]; see `KIND`, `LOGPROBS` and `TARGETS`.
+        header: [HEADER]; see `KIND` and the indices after it.
         slot: [L], slot of each row.
         flags: [L], see `SAMPLED`, `MASKED` and `VERIFIED`.
         start: [L], position of the first token.
@@ -147,6 +150,8 @@ class Step:
             lengths=jnp.where(self.count > 0, self.start + counts, counts),
             write=write,
             split=Split(rows, chunk),
+            pages=blocks,
+            page_size=size,
             states=self._state_rows() if self.bucket.states else None,
         )
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from axlearn_plugins_serving.contracts import Sampling
+from axlearn_plugins_transformer.token_logprobs import MASKED_LOGIT, scale_logits, token_logprobs
 
 GREEDY, DRAWN, FULL = 0, 1, 2
 """Kinds of sampling: greedy; with temperature, top_k, top_p and min_p; and also with bias, penalties and masks."""
@@ -23,7 +24,6 @@ TOP = 20
 """Maximum number of log-probabilities per token, as in OpenAI's API."""
 MAX_BIAS = 300
 """Maximum number of tokens in a request's `logit_bias`, as in OpenAI's API."""
-MASKED_LOGIT = -1e30
 MAX_REPETITION = 1e20
 """Larger repetition penalties, and their inverses, are replaced by this one, so that logits stay finite."""
 IN_PROMPT = 1 << 30
@@ -97,13 +97,16 @@ class Tables:
 
 
 class ChosenTokens(NamedTuple):
-    """Chosen tokens, with log-probabilities in the model's distribution if requested.
+    """Chosen tokens, with log-probabilities if requested.
 
     Attributes:
         token: int32 [L].
-        logprob: float32 [L].
+        logprob: Log-probability in the model's distribution, float32 [L].
         top_tokens: int32 [L, TOP], most likely tokens, best first.
         top_logprobs: float32 [L, TOP].
+        sampling_logprob: Log-probability in the distribution that the token was drawn from, float32 [L]; None if the tokens were
+            not drawn.
+        kept: Tokens that could be drawn, int32 [L, W], padded with -1; see `Draw.kept`. None if they are not reported.
         drafts: Tokens that the model's heads draft after the last accepted token, int32 [L, K]; None without drafts.
     """
 
@@ -111,10 +114,36 @@ class ChosenTokens(NamedTuple):
     logprob: Any
     top_tokens: Any
     top_logprobs: Any
+    sampling_logprob: Any = None
+    kept: Any = None
     drafts: Any = None
 
 
-def choose(logits: jax.Array, tables: Tables, slots: jax.Array, masked: jax.Array, kind: jax.Array) -> jax.Array:
+class Draw(NamedTuple):
+    """Tokens, and the distributions that they were drawn from.
+
+    Attributes:
+        token: int32 [L].
+        logprob: Log-probability in the distribution that the token was drawn from, float32 [L]. 0 if the temperature is 0, or if
+            log-probabilities are not computed.
+        kept: Tokens that could be drawn, int32 [L, W], padded with -1. All are -1 if there were more than W, or if
+            log-probabilities are not computed. None if W is 0.
+    """
+
+    token: Any
+    logprob: Any
+    kept: Any = None
+
+
+def choose(
+    logits: jax.Array,
+    tables: Tables,
+    slots: jax.Array,
+    masked: jax.Array,
+    kind: jax.Array,
+    scored: jax.Array,
+    width: int = 0,
+) -> Draw:
     """Choose a token for each row.
 
     Args:
@@ -123,20 +152,20 @@ def choose(logits: jax.Array, tables: Tables, slots: jax.Array, masked: jax.Arra
         slots: int32 [L], slot of each row.
         masked: bool [L], whether the slot's mask applies.
         kind: int32 [], kind of sampling in the step.
-
-    Returns:
-        int32 [L].
+        scored: bool [], whether to compute log-probabilities.
+        width: Maximum number W of tokens in `Draw.kept`.
     """
 
-    def greedy(_: Any) -> jax.Array:
-        return likeliest(logits)
+    def greedy(_: Any) -> Draw:
+        candidates = _no_tokens(logits, width)
+        return Draw(likeliest(logits), jnp.zeros(logits.shape[:1], jnp.float32), candidates)
 
-    def sample(_: Any) -> jax.Array:
-        return draw(logits, tables.rows(slots))
+    def sample(_: Any) -> Draw:
+        return draw(logits, tables.rows(slots), scored, width)
 
-    def full(_: Any) -> jax.Array:
+    def full(_: Any) -> Draw:
         rows = tables.rows(slots)
-        return draw(adjust_logits(logits, rows, masked), rows)
+        return draw(adjust_logits(logits, rows, masked), rows, scored, width)
 
     return lax.switch(kind, (greedy, sample, full), None)
 
@@ -165,25 +194,58 @@ def likeliest(logits: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(highest, token, logits.shape[-1] - 1), axis=-1)
 
 
-def draw(logits: jax.Array, rows: Tables) -> jax.Array:
-    """Draw a token within the limits, float32 [L, V] -> int32 [L].
+def draw(logits: jax.Array, rows: Tables, scored: jax.Array, width: int = 0) -> Draw:
+    """Draw a token within the limits.
 
     Temperature 0 picks the most likely token.
+
+    Args:
+        logits: float32 [L, V].
+        rows: Sampling state of each row.
+        scored: bool [], whether to compute log-probabilities.
+        width: Maximum number W of tokens in `Draw.kept`.
     """
-    best = likeliest(logits)
-    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
-    scaled = limit_logits(scaled, rows.top_k, rows.top_p, rows.min_p)
+    best, drawn = likeliest(logits), rows.temperature > 0
+    scaled = scale_logits(logits, jnp.where(drawn, rows.temperature, 1.0))
+    shifted = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+    limited = (rows.top_k < logits.shape[1]) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
+    mask = lax.cond(
+        jnp.any(limited),
+        lambda x: keep_within_limits(x, rows.top_k, rows.top_p, rows.min_p),
+        lambda x: jnp.ones(x.shape, bool),
+        shifted,
+    )
 
     def noise(seed: jax.Array, number: jax.Array) -> jax.Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), number), logits.shape[1:], jnp.float32)
 
-    token = likeliest(scaled + jax.vmap(noise)(rows.seed, rows.number))
-    return jnp.where(rows.temperature > 0, token, best)
+    noisy = jnp.where(mask, shifted, MASKED_LOGIT) + jax.vmap(noise)(rows.seed, rows.number)
+    token = jnp.where(drawn, likeliest(noisy), best)
+
+    def score(_: Any) -> jax.Array:
+        return jnp.where(drawn, token_logprobs(jnp.where(mask, scaled, MASKED_LOGIT), token)[0], 0.0)
+
+    logprob = lax.cond(scored, score, lambda _: jnp.zeros(token.shape, jnp.float32), None)
+    if not width:
+        return Draw(token, logprob)
+    candidates = lax.cond(scored, lambda _: list_kept(scaled, mask, width), lambda _: _no_tokens(logits, width), None)
+    return Draw(token, logprob, jnp.where(drawn[:, None], candidates, -1))
 
 
-def limit_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Mask logits by `top_k`, then `top_p`, then `min_p`.
+def list_kept(logits: jax.Array, mask: jax.Array, width: int) -> jax.Array:
+    """Return the tokens of a mask, bool [L, V], as int32 [L, W], padded with -1. All are -1 if the mask has more than W tokens."""
+    values, tokens = lax.top_k(jnp.where(mask, logits, -jnp.inf), min(width, logits.shape[1]))
+    complete = jnp.sum(mask, axis=-1, keepdims=True) <= width
+    candidates = jnp.where((values > -jnp.inf) & complete, tokens.astype(jnp.int32), -1)
+    return jnp.pad(candidates, ((0, 0), (0, width - candidates.shape[1])), constant_values=-1)
+
+
+def _no_tokens(logits: jax.Array, width: int) -> jax.Array | None:
+    return jnp.full((logits.shape[0], width), -1, jnp.int32) if width else None
+
+
+def keep_within_limits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+    """Return the mask of the tokens that `top_k`, then `top_p`, then `min_p` keep, bool [L, V].
 
     Logits are float32 [L, V] with maximum 0.
 
@@ -198,8 +260,7 @@ def limit_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: j
     limit = _find_largest_key(lambda key: jnp.sum(jnp.where(keys >= key[:, None], weights, 0.0), axis=-1) >= enough)
     mask &= (keys >= limit[:, None]) | (top_p >= 1.0)[:, None]
     # The maximum is 0, so the smallest probability to keep is exp(0) * min_p.
-    mask &= logits >= jnp.log(min_p)[:, None]
-    return jnp.where(mask, logits, MASKED_LOGIT)
+    return mask & (logits >= jnp.log(min_p)[:, None])
 
 
 def _sortable_bits(x: jax.Array) -> jax.Array:
@@ -233,8 +294,7 @@ def report(logits: jax.Array, token: jax.Array, needed: jax.Array) -> ChosenToke
     top = min(TOP, logits.shape[1])
 
     def compute(_: Any) -> ChosenTokens:
-        total = jax.nn.logsumexp(logits, axis=-1)
-        logprob = jnp.take_along_axis(logits, token[:, None], axis=-1, mode="clip")[:, 0] - total
+        logprob, total = token_logprobs(logits, token)
         values, tokens = lax.top_k(logits, top)
         return ChosenTokens(token, logprob, tokens.astype(jnp.int32), values - total[:, None])
 

@@ -29,6 +29,9 @@ class CacheEntry:
             all of them. With attention in chunks, it is the size of a chunk.
         prefix: Number of leading tokens that attend in both directions. One call must contain all of them, and they depend on
             each other.
+        record: Name of the facts about tokens that the array holds, such as `experts`. The layer only writes them, and an engine
+            returns them if a request asks for its records. None if the layer reads the array.
+        layers: Number of layers that share the array, which then has a leading dimension of layers. None for one layer.
     """
 
     per: Literal["token", "page", "request"]
@@ -38,6 +41,8 @@ class CacheEntry:
     page_size: int = 1
     window: int | None = None
     prefix: int = 0
+    record: str | None = None
+    layers: int | None = None
 
     def leading(self, rows: int, length: int) -> tuple[int, ...]:
         """Return the leading dimensions of the array for `rows` rows of at most `length` tokens."""
@@ -46,7 +51,8 @@ class CacheEntry:
         return (rows * -(-length // self.page_size),) if self.per == "page" else (rows,)
 
     def empty(self, leading: tuple[int, ...]) -> jax.Array:
-        """Return an array of zeros, [*leading, *shape], sharded by `axes`."""
+        """Return an array of zeros, [*leading, *shape], or [layers, *leading, *shape], sharded by `axes`."""
+        leading = leading if self.layers is None else (self.layers, *leading)
         array = jnp.zeros((*leading, *self.shape), self.dtype)
         return constrain(array, *(None,) * len(leading), *self.axes) if self.axes else array
 

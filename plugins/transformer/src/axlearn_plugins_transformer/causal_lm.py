@@ -21,6 +21,8 @@ from axlearn_plugins_transformer.transformer import Cache, Decoder
 
 FACTS = ("positions", "segment_ids", "prefix")
 """Entries of a batch that describe its tokens."""
+LAYER_ENTRIES = "layers."
+"""Start of the names of a batch's entries that are inputs of the layers."""
 
 
 class DecoderModel(Protocol):
@@ -370,13 +372,18 @@ def splits_decoder(model: Any) -> bool:
 def batch_context(batch: Batch) -> Context:
     """Return the context that the layers need for a batch.
 
-    The batch may lack entries of `contracts.parts.Batch`.
+    The batch may lack entries of `contracts.parts.Batch`. Entries whose names start with `LAYER_ENTRIES`, [B, S, L, ...] for L
+    layers, become the inputs of the layers.
     """
     positions, segment_ids, prefix = (batch.get(name) for name in FACTS)
     weights = batch.get("weights")
     real = None if segment_ids is not None or weights is None else padding.make_token_mask(weights)
     extras = {k: v for k, v in batch.items() if k not in {"tokens", "targets", "weights", *FACTS} and v is not None}
-    return Context(positions=positions, segment_ids=segment_ids, prefix=prefix, real=real, extras=extras)
+    names = [name for name in extras if name.startswith(LAYER_ENTRIES)]
+    inputs = {name.removeprefix(LAYER_ENTRIES): jnp.moveaxis(extras.pop(name), 2, 1) for name in names}
+    return Context(
+        positions=positions, segment_ids=segment_ids, prefix=prefix, real=real, extras=extras, layer_inputs=inputs
+    )
 
 
 def _constrain_logits(logits: jax.Array) -> jax.Array:

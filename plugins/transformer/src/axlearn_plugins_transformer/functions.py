@@ -89,12 +89,18 @@ class GenerationFunctions:
     `unstack` splits the weights of the model once.
     """
 
-    def __init__(self, model: Any, edit: Callable[[Any], None] = lambda _: None, **options: Any):
+    def __init__(
+        self, model: Any, edit: Callable[[Any], None] = lambda _: None, *, stacked: bool = False, **options: Any
+    ):
         """Trace a `CausalLM` with abstract arrays.
 
-        `edit` modifies the model with separate layers in place. `options` are arguments of the model's `unstacked`.
+        Args:
+            model: The model.
+            edit: Modifies the model with separate layers in place.
+            stacked: Whether the layers stay stacked.
+            options: Arguments of the model's `unstacked`.
         """
-        self._edit, self._options = edit, options
+        self._edit, self._stacked, self._options = edit, stacked, options
         graph, state = nnx.split(model)
         structure: list[Any] = []
 
@@ -193,7 +199,7 @@ class GenerationFunctions:
         return _flat(nnx.state(self._separate(model)))
 
     def _separate(self, model: Any) -> Any:
-        separate = model.unstacked(**self._options)
+        separate = nnx.merge(*nnx.split(model)) if self._stacked else model.unstacked(**self._options)
         self._edit(separate)
         return separate
 

@@ -81,6 +81,12 @@ class ExpertsRole(Role, fields=("num_experts", "top_k")):
     __slots__ = ()
 
 
+class ExpertsKernelRole(Role, fields=("kernel",)):
+    """A part that multiplies the tokens of experts with a `kernel` of the `grouped_matmul` op."""
+
+    __slots__ = ()
+
+
 class SplitLayerRole(Role):
     """A layer whose `__call__` runs `attention_half`, then `feed_forward_half`.
 

@@ -30,7 +30,7 @@ class MultiTokenPrediction(Feature):
     """
 
     stage = "replace"
-    excludes = ("distill", "dpo")  # their losses do not train the heads
+    excludes = ("distill", "dpo", "ipo", "kto", "orpo", "reward-model", "simpo")  # their losses do not train the heads
     bridge = "axlearn_plugins_finetune.conversion.depth_bridge:bridge"
 
     depth: int | None = setting(default=None, ge=1, le=16)

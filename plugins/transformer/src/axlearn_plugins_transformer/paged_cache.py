@@ -35,6 +35,8 @@ class PagedSlots:
         lengths: Number of tokens in each request, including the new ones, int32 [R].
         write: Destination `page * S + slot` of each new token, int32 [T]. Tokens with an index after the last page are dropped.
         split: Number of new tokens per request.
+        pages: Number of pages, P.
+        page_size: Slots per page, S.
         states: Rows of recurrent states, for models that have them.
     """
 
@@ -42,6 +44,8 @@ class PagedSlots:
     lengths: jax.Array
     write: jax.Array
     split: Split = dataclasses.field(metadata={"static": True})
+    pages: int = dataclasses.field(metadata={"static": True})
+    page_size: int = dataclasses.field(metadata={"static": True})
     states: StateRows | None = None
 
     @classmethod
@@ -58,7 +62,15 @@ class PagedSlots:
             lengths=slots[:, -1] + 1,
             write=write.reshape(-1),
             split=Split(singles=rows if count == 1 else 0, chunk=count),
+            pages=pages,
+            page_size=size,
         )
+
+    def select_layer(self, layer: jax.Array, layers: int) -> "PagedSlots":
+        """Return the slots in the pages of one of several layers; see `SelectsLayer`."""
+        size = self.pages * self.page_size
+        write = jnp.where(self.write < size, self.write + layer * size, layers * size)
+        return dataclasses.replace(self, table=self.table + layer * self.pages, write=write, pages=layers * self.pages)
 
     def starts(self) -> jax.Array:
         """Return the index of each request's first new token, int32 [R + 1]."""
@@ -179,12 +191,24 @@ class PagedCache(Configurable):
         mask, slots = self._locate(cache, op, slots)
         heads_first = self.cfg.heads_first
         query, key, value = (x.reshape(-1, *x.shape[2:]) for x in (op.query, op.key, op.value))
-        new = jnp.stack([key, value.astype(key.dtype)], axis=1 if heads_first else 2)
+        value = self._pad_values(value.astype(key.dtype), key.shape[-1])
+        new = jnp.stack([key, value], axis=1 if heads_first else 2)
         # Store finite values only; otherwise a request could read infinities that an earlier owner of the page wrote.
         new = jnp.where(jnp.isfinite(new), new, 0)
         new = new if heads_first else new.reshape(key.shape[0], -1, key.shape[2])
         cache = self._write(cache, new, slots.write)
         return self._attend(cache, op, query, mask, slots, kernel), cache
+
+    def _pad_values(self, value: jax.Array, size: int) -> jax.Array:
+        """Pad values [T, G, V] to the size of the keys."""
+        if value.shape[-1] == size:
+            return value
+        if not self.cfg.heads_first or value.shape[-1] > size:
+            raise RequestError(
+                f"the cache layout paged-cache cannot store values of size {value.shape[-1]} beside keys of size {size}\n"
+                "    expected: values of the same size, or smaller ones with heads_first"
+            )
+        return jnp.pad(value, ((0, 0), (0, 0), (0, size - value.shape[-1])))
 
     def read(self, cache: dict[str, jax.Array], op: AttentionOp, slots: Any, kernel: str | None) -> jax.Array:
         """Attend to tokens that have been written; see `KVCache`."""
@@ -224,6 +248,7 @@ class PagedCache(Configurable):
             scales=cache.get("scales"),
             finite=True,
             split=slots.split,
+            value_size=None if op.value.shape[-1] == op.query.shape[-1] else op.value.shape[-1],
         ).run(kernel)
         return result.reshape(*op.query.shape[:-1], -1).astype(op.value.dtype)
 

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from axlearn_core.compose.functions import share_code
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.config.roles import StackRole
+from axlearn_core.errors import RequestError
 from axlearn_core.nn import padding, summaries, variables
 from axlearn_core.nn.axis_names import name_stack_axis
 from axlearn_core.nn.layer import Context
@@ -29,6 +30,8 @@ from axlearn_plugins_transformer.stack_layers import (
     LayerGroup,
     Layers,
     MixedLayers,
+    RepeatCache,
+    StackedCache,
     VariableRecord,
     split_inputs,
     split_rows,
@@ -148,7 +151,7 @@ class Stack(Configurable):
     def __call__(self, layers: Any, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """Run the layers in order.
 
-        With a cache (an entry per layer), they are always unrolled.
+        With a cache that has an entry per layer, they are always unrolled. With a `StackedCache`, they run as a scan.
         """
         x, cache, updates = self.run(Layers.from_module(layers), x, context, cache)
         write_variables(layers, updates)
@@ -164,7 +167,10 @@ class Stack(Configurable):
         remat = None if self.cfg.remat is None or cache is not None else self.cfg.remat.build()
         shared_code = cache is not None and isinstance(x, Tracer)
         layer = functools.cache(functools.partial(_layer, layers.graphs, context, remat, shared_code))
-        unrolled = self.cfg.mode == "unrolled" or cache is not None
+        stacked = isinstance(cache, StackedCache)
+        unrolled = not stacked and (self.cfg.mode == "unrolled" or cache is not None)
+        separate = (*cache.leading, *cache.trailing) if stacked else cache
+        repeated: Any = None
         first = [layers.graphs.index(graph) for graph in layers.graphs]  # separate layers of one kind have equal graphs
         inputs = split_inputs(context.layer_inputs, len(layers.kinds))
         carry: Carry = x, dict(context.shared)
@@ -173,12 +179,14 @@ class Stack(Configurable):
             if part.scan_states is not None:
                 repeats = jax.tree.leaves(part.scan_states)[0].shape[0]
                 row_inputs = [next(inputs) for _ in range(repeats * len(part.kinds))]
-                carry, results = _scan(layer, part, carry, stack_inputs(row_inputs, repeats))
+                carry, repeated, results = _scan(
+                    layer, part, carry, stack_inputs(row_inputs, repeats), cache.repeated if stacked else None
+                )
                 reports += [report for report, _ in results]
                 record.add_repeats(part.kinds, [values for _, values in results])
             for kind, state in part.layers:
                 carry, (entry, report, values) = layer(first[kind])(
-                    carry, state, next(inputs), None if cache is None else cache[len(entries)]
+                    carry, state, next(inputs), None if separate is None else separate[len(entries)]
                 )
                 entries.append(entry)
                 reports.append(report)
@@ -188,7 +196,11 @@ class Stack(Configurable):
         summaries.add_layers(reports)
         x, shared = carry
         context.shared.update(shared)
-        return x, None if cache is None else tuple(entries), record.collect()
+        new: Any = None if cache is None else tuple(entries)
+        if stacked:
+            count = len(cache.leading)
+            new = StackedCache(new[:count], cache.repeated if repeated is None else repeated, new[count:])
+        return x, new, record.collect()
 
 
 Carry = tuple[jax.Array, dict[str, Any]]
@@ -197,8 +209,15 @@ LayerInputs = dict[str, jax.Array]
 """`Context.layer_inputs`."""
 
 
-def _scan(layer: Callable[..., Any], part: LayerGroup, carry: Carry, inputs: Sequence[LayerInputs]) -> Any:
-    """Scan over the repeats of a group. Return the last carry and, for each kind in a repeat, its stacked results."""
+def _scan(
+    layer: Callable[..., Any], part: LayerGroup, carry: Carry, inputs: Sequence[LayerInputs], caches: Any = None
+) -> tuple[Carry, Any, list[Any]]:
+    """Scan over the repeats of a group.
+
+    Return the last carry, the new caches (see `StackedCache.repeated`) and, for each kind in a repeat, its stacked results.
+    """
+    if caches is not None:
+        return _scan_with_caches(layer, part, carry, inputs, caches)
 
     def body(carry: Carry, repeat: Any) -> tuple[Carry, list[Any]]:
         (states, inputs), names = repeat, set(carry[1])
@@ -211,11 +230,40 @@ def _scan(layer: Callable[..., Any], part: LayerGroup, carry: Carry, inputs: Seq
         return carry, results
 
     try:
-        return lax.scan(body, carry, (part.scan_states, inputs))
+        carry, results = lax.scan(body, carry, (part.scan_states, inputs))
+        return carry, None, results
     except _SharesMore as error:
         # The trace has shown that each read follows a write within a repeat, so no layer reads these zeros.
         zeros = {name: _zeros(value) for name, value in error.shapes.items() if name not in carry[1]}
-        return lax.scan(body, (carry[0], {**zeros, **carry[1]}), (part.scan_states, inputs))
+        carry, results = lax.scan(body, (carry[0], {**zeros, **carry[1]}), (part.scan_states, inputs))
+        return carry, None, results
+
+
+def _scan_with_caches(
+    layer: Callable[..., Any], part: LayerGroup, carry: Carry, inputs: Sequence[LayerInputs], caches: Any
+) -> tuple[Carry, Any, list[Any]]:
+    """Scan as `_scan` does. The caches are part of the carry, so that XLA updates them in place."""
+    repeats = jax.tree.leaves(part.scan_states)[0].shape[0]
+
+    def body(state: tuple[Carry, Any], repeat: Any) -> tuple[tuple[Carry, Any], list[Any]]:
+        (carry, caches), (states, inputs, index) = state, repeat
+        rows, results, new = part.rows(states), [], []
+        for kind, layer_inputs, cache in zip(part.kinds, inputs, caches, strict=True):
+            entry = RepeatCache(cache, index, repeats)
+            carry, (pages, *result) = layer(kind)(carry, next(rows[kind]), layer_inputs, entry)
+            new.append(pages)
+            results.append(tuple(result))
+        if carry[1]:
+            raise RequestError(
+                f"steps cannot read the stacked weights of layers that share values\n    got: {sorted(carry[1])}\n"
+                "    fix: set runner.layers=separate"
+            )
+        return (carry, tuple(new)), results
+
+    pages = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), caches)
+    indices = jnp.arange(repeats, dtype=jnp.int32)
+    (carry, pages), results = lax.scan(body, (carry, pages), (part.scan_states, inputs, indices))
+    return carry, jax.tree.map(lambda x, new: new.reshape(x.shape), caches, pages), results
 
 
 class _SharesMore(Exception):
@@ -244,6 +292,9 @@ def _layer(
         row = dataclasses.replace(context, layer_inputs=layer_inputs, shared=dict(shared))
         old_values = variables.get_values(state)
         module = nnx.merge(graphs[kind], state, copy=True)
+        repeat = cache if isinstance(cache, RepeatCache) else None
+        if repeat is not None:
+            cache, row = repeat.pages, dataclasses.replace(row, slots=repeat.select(row.slots))
         with summaries.collect(module) as collected, padding.use_context(row):
             x, cache = module(constrain(x, "batch", "residual_sequence", "activation_embed"), row, cache)
         results = cache, (collected.losses, collected.summaries), variables.written(module, old_values)

@@ -3,8 +3,9 @@
 Each kind of layer has a structure, and arrays stacked along a leading axis.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import jax
@@ -13,7 +14,7 @@ from flax import nnx
 
 from axlearn_core.errors import RequestError
 from axlearn_core.nn import randomness, variables
-from axlearn_plugins_transformer.alternate import LayerPattern
+from axlearn_plugins_transformer.alternate import LayerPattern, find_pattern
 
 KindVariables = dict[int, variables.Values]
 """Kind -> variables of its layers, stacked like the state of the kind."""
@@ -135,6 +136,89 @@ class LayerGroup:
         """Return, for each kind, the arrays of its layers within one repeat."""
         counts = [self.kinds.count(kind) for kind in range(len(states))]
         return [iter([s] if n == 1 else split_rows(s, n)) for s, n in zip(states, counts, strict=True)]
+
+
+@runtime_checkable
+class SelectsLayer(Protocol):
+    """Cache slots (`Context.slots`) of layers whose pages are in one array."""
+
+    def select_layer(self, layer: jax.Array, layers: int) -> Any:
+        """Return the slots in the pages of a layer.
+
+        Args:
+            layer: Index of the layer, int32 [].
+            layers: Number of layers. The array has all pages of layer 0, then those of layer 1, and so on.
+        """
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackedCache:
+    """The caches of a stack's layers for a scan over the repeats of its pattern (see `LayerPattern`).
+
+    Attributes:
+        leading: Cache of each layer before the repeats.
+        repeated: For each layer of a repeat, its caches in all repeats, arrays [repeats, P, ...] of P pages per repeat.
+        trailing: Cache of each layer after the repeats.
+    """
+
+    leading: tuple[Any, ...]
+    repeated: tuple[Any, ...]
+    trailing: tuple[Any, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RepeatCache:
+    """The caches of a layer in all repeats, of which one repeat is active.
+
+    Attributes:
+        pages: Arrays [repeats * P, ...]. They have this shape throughout the scan, because XLA copies arrays that a loop reshapes.
+        index: Index of the repeat, int32 [].
+        repeats: Number of repeats.
+    """
+
+    pages: Any
+    index: jax.Array
+    repeats: int = dataclasses.field(metadata={"static": True})
+
+    def select(self, slots: Any) -> Any:
+        """Return the slots of the repeat in the pages.
+
+        Raises:
+            RequestError: The slots are not paged.
+        """
+        if not isinstance(slots, SelectsLayer):
+            raise RequestError(
+                f"a scan with caches needs paged slots\n    got: {type(slots).__name__}\n    fix: use separate layers"
+            )
+        return slots.select_layer(self.index, self.repeats)
+
+
+def stack_cache_spec(layers: Any, spec: Sequence[Any]) -> StackedCache:
+    """Return the entries of a `StackedCache`.
+
+    Args:
+        layers: Stacked layers, or a `MixedLayers`.
+        spec: The entries of each layer's cache.
+
+    Raises:
+        RequestError: Repeated layers do not cache pages of tokens.
+    """
+    pattern = find_pattern(layers.kinds if isinstance(layers, MixedLayers) else (0,) * len(spec))
+    end = pattern.lead + pattern.period * pattern.repeats if pattern.repeats > 1 else pattern.lead
+    repeated = tuple(spec[pattern.lead : pattern.lead + pattern.period] if end > pattern.lead else ())
+    if not all(jax.tree.leaves(part) for part in repeated) or any(e.per != "page" for e in jax.tree.leaves(repeated)):
+        raise RequestError(
+            "steps cannot read the stacked weights of this model, because some of its layers do not cache pages of tokens\n"
+            "    expected: attention with a cache in every layer of a repeat\n    fix: set runner.layers=separate"
+        )
+    return StackedCache(
+        leading=tuple(spec[: pattern.lead]),
+        repeated=jax.tree.map(lambda entry: attrs.evolve(entry, layers=pattern.repeats), repeated),
+        trailing=tuple(spec[end:]),
+    )
 
 
 class VariableRecord:

@@ -28,7 +28,7 @@ from axlearn_plugins_transformer.layer_roles import (
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 from axlearn_plugins_transformer.per_layer import PER_LAYER, PerLayerInputs
 from axlearn_plugins_transformer.stack import LayerStack, Stack, StackLayer, each_layer, unstack
-from axlearn_plugins_transformer.stack_layers import join_inputs, split_inputs
+from axlearn_plugins_transformer.stack_layers import StackedCache, join_inputs, split_inputs, stack_cache_spec
 
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
 """Logical axes of the residual stream."""
@@ -133,11 +133,11 @@ class Cache:
     """The caches of all layers.
 
     Attributes:
-        layers: One entry per layer, with the arrays that its `cache_spec` declares.
+        layers: One entry per layer, with the arrays that its `cache_spec` declares, or a `StackedCache`.
         length: Number of used slots, int32 [] or [B]. Lowering it discards later tokens.
     """
 
-    layers: tuple[Any, ...]
+    layers: Any
     length: jax.Array
 
     @classmethod
@@ -222,7 +222,7 @@ class Decoder(Layer):
 
         Args:
             tokens: int32 [B, S]. With a cache, these follow the cached tokens.
-            context: Context of the layers.
+            context: Context of the layers. Its `layer_inputs` are passed to them in addition to those of `layer_inputs`.
             cache: Cache from `Cache.empty` or an earlier call, or None.
             embeddings: Embeddings of the tokens, [B, S, D]. None calls `embed`.
         """
@@ -261,7 +261,8 @@ class Decoder(Layer):
         """Return the input of the first layer, [B, S, D], and a context with the cache slots and the layers' inputs."""
         x = self.embed(tokens) if embeddings is None else embeddings
         # A new dict for `shared`, because layers write to it.
-        context = dataclasses.replace(context, layer_inputs=self.layer_inputs(tokens, x), shared={})
+        inputs = {**context.layer_inputs, **self.layer_inputs(tokens, x)}
+        context = dataclasses.replace(context, layer_inputs=inputs, shared={})
         if cache is not None and context.slots is None:
             slots = jnp.reshape(cache.length, (-1, 1)) + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
             positions = slots if context.positions is None else context.positions
@@ -297,6 +298,14 @@ class Decoder(Layer):
     def cache_spec(self) -> tuple[Any, ...]:
         """Return the entries of each layer's cache; see `KeepsCache`."""
         return tuple(spec_of(layer) for layer in each_layer(self.layer, self.cfg.num_layers))
+
+    def stacked_cache_spec(self) -> StackedCache:
+        """Return the entries of the cache with which the layers run as a scan over their stacked arrays; see `KeepsCache`.
+
+        Raises:
+            RequestError: The layers cannot run as a scan with a cache.
+        """
+        return stack_cache_spec(self.layer, self.cache_spec())
 
     def unstacked(self) -> "Decoder":
         """Return a copy of this decoder with separate layers. The copy shares all other parameters."""

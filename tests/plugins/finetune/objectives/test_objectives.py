@@ -1,6 +1,5 @@
 """DPO and distillation: formulas, frozen parameters, and complete runs."""
 
-import functools
 import json
 import math
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from axlearn_core.compose import ModelWeights, compose
+from axlearn_core.compose import compose
 from axlearn_core.compose.flops import count_flops
 from axlearn_core.config import node, patch, replace_config
 from axlearn_core.errors import ConfigError
@@ -18,61 +17,9 @@ from axlearn_core.run import open_weights
 from axlearn_plugins_transformer.causal_lm import CausalLM
 from support import toy_models
 from support.cli_runs import SETTINGS, axlearn, losses, metrics
+from support.objective_formulas import log_softmax, loss, loss_of, moved, program, reference_params, sequence_scores
 
 PAIRS = "dpo:data=pairs.jsonl"
-
-
-def program(*features, devices=1, shape=None, **settings):
-    """Compose the small quickstart with these features."""
-    cfg = toy_models.resolve(toy_models.small("quickstart"), with_=features, set=settings).config
-    return compose(patch(cfg, {"mesh.shape": shape or {}}), jax.devices()[:devices])
-
-
-def moved(trainer, seed=2):
-    """Return a state whose model has moved from its start."""
-    state, rng = trainer.init(0), np.random.default_rng(seed)
-    params = {p: x + 0.1 * rng.standard_normal(x.shape, np.float32) for p, x in jax.device_get(state.params).items()}
-    return state.replace(params=jax.device_put(params, {p: x.sharding for p, x in state.params.items()}))
-
-
-def loss(trainer, state):
-    """Return (loss, summaries) of the training objective, and its batch."""
-    batch = toy_models.batch_for(trainer.config)
-    return loss_of(trainer, state, batch), batch
-
-
-def loss_of(trainer, state, batch):
-    """Return (loss, summaries) of the training objective on a batch."""
-    value = trainer.compile("loss", trainer.put(batch))(
-        jax.device_put(ModelWeights(state.params, state.variables), shardings(trainer)), trainer.put(batch)
-    )
-    return jax.device_get(value)
-
-
-def shardings(trainer):
-    return jax.tree.map(lambda s: s.sharding, trainer.trained_spec)
-
-
-@functools.lru_cache(maxsize=1)
-def compile_logits(functional):
-    return jax.jit(lambda params, tokens: functional.bind(params)(tokens))
-
-
-def log_softmax(trainer, params, tokens, temperature=1.0):
-    """Return the log-probabilities of the model with these parameters, float64 [B, S, V]."""
-    logits = np.asarray(compile_logits(trainer.functional)(params, tokens), np.float64) / temperature
-    logits -= logits.max(-1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-
-
-def reference_params(state, at="objective.reference."):
-    return {p.removeprefix(at): x for p, x in state.variables.items() if p.startswith(at)}
-
-
-def sequence_scores(trainer, params, batch, answer):
-    logs = log_softmax(trainer, params, batch[f"{answer}_tokens"])
-    picked = np.take_along_axis(logs, batch[f"{answer}_targets"][..., None], -1)[..., 0]
-    return (picked * batch[f"{answer}_weights"]).sum(1)
 
 
 @pytest.mark.fast_cases("3")
@@ -144,19 +91,30 @@ def test_with_adapters_the_reference_is_the_base():
     np.testing.assert_allclose(value, np.log1p(np.exp(-0.1 * (scores[0] - scores[1]))).mean(), rtol=1e-5)
 
 
-def test_distillation_is_its_formula():
-    trainer = program("distill:temperature=2.0,alpha=0.7", **{"objective.loss_chunk": 5})
+def divergence(p, q):
+    return (np.exp(p) * (p - q)).sum(-1)
+
+
+@pytest.mark.fast_cases("0.3")
+@pytest.mark.parametrize("interpolation", [0.0, 0.3, 1.0])
+def test_distillation_is_its_formula(interpolation):
+    trainer = program(f"distill:temperature=2.0,alpha=0.7,interpolation={interpolation}", **{"objective.loss_chunk": 5})
     state = moved(trainer)
     (value, report), batch = loss(trainer, state)
-    teacher = reference_params(state, "objective.teacher.")
-    own, other_log_probs = (log_softmax(trainer, p, batch["tokens"], 2.0) for p in (state.params, teacher))
+    params = reference_params(state, "objective.teacher."), state.params
+    teacher, student = (log_softmax(trainer, p, batch["tokens"], 2.0) for p in params)
+    with np.errstate(divide="ignore"):
+        mixture = np.logaddexp(np.log(interpolation) + teacher, np.log(1 - interpolation) + student)
+    expected = interpolation * divergence(teacher, mixture) + (1 - interpolation) * divergence(student, mixture)
+    if interpolation in (0, 1):
+        expected = divergence(teacher, student) if interpolation == 0 else divergence(student, teacher)
     weights = batch["weights"]
-    divergence = ((np.exp(other_log_probs) * (other_log_probs - own)).sum(-1) * weights).sum() / weights.sum()
+    mean = (expected * weights).sum() / weights.sum()
     picked = np.take_along_axis(log_softmax(trainer, state.params, batch["tokens"]), batch["targets"][..., None], -1)
     entropy = -(picked[..., 0] * weights).sum() / weights.sum()
-    np.testing.assert_allclose(report["teacher_kl"], divergence, rtol=1e-4)
+    np.testing.assert_allclose(report["teacher_kl"], mean, rtol=1e-4)
     np.testing.assert_allclose(report["cross_entropy"], entropy, rtol=1e-5)
-    np.testing.assert_allclose(value, 0.7 * 4 * divergence + 0.3 * entropy, rtol=1e-5)
+    np.testing.assert_allclose(value, 0.7 * 4 * mean + 0.3 * entropy, rtol=1e-5)
 
 
 @pytest.mark.slow

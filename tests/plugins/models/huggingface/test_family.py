@@ -142,6 +142,7 @@ def test_qwen3_has_30_billion_parameters_and_uses_3():
     assert round((model.num_parameters - experts * (128 - 8) / 128) / 1e9, 2) in (3.3, 3.35)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_not_imported_finds_its_family():
     config = resolve("quickstart").config
     result, data = find_family(config)

@@ -38,7 +38,7 @@ def _each(also=(), quick=QUICK):
     ]
 
 
-@pytest.mark.parametrize("name", _each())
+@pytest.mark.parametrize("name", _each(quick=()))
 def test_served_together_each_gets_the_tokens_of_transformers(name):
     _, _, model, expected = loaded(name)
     prompt, rest = expected["prompt"].tolist(), expected["generated"].tolist()
@@ -77,7 +77,7 @@ def losses(name, *features):
     return values, before, jax.device_get(state.params)
 
 
-@pytest.mark.parametrize("name", _each())
+@pytest.mark.parametrize("name", _each(quick=()))
 def test_adapters_start_from_the_model_and_learn(name):
     values, before, after = losses(name, "lora:rank=4")
     assert abs(values[0] - expected_results(name)["losses"][0]) < 1e-4
@@ -126,6 +126,7 @@ def test_an_export_has_every_value_and_transformers_reads_it(name, tmp_path):
         np.testing.assert_allclose(logits, expected["packed_logits"][:, : logits.shape[1]], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_type_has_a_fixture_and_an_experiment_and_is_in_the_table():
     experiments = model_table.experiments()
     for name in model_table.text_types():

@@ -32,6 +32,7 @@ def install(package, site):
     return os.environ | {"PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
 
 
+@pytest.mark.slow
 def test_a_family_begins_as_a_copy_of_another(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = write("--family", "olmo_9", "--like", "llama")

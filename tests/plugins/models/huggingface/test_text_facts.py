@@ -91,8 +91,61 @@ def test_end_tokens_are_those_of_both_files(directory):
 def test_greedy_files_and_settings_that_nothing_applies(directory):
     write(directory, "generation_config.json", eos_token_id=2, do_sample=False, top_p=0.9, repetition_penalty=1.05)
     text, notes = facts(directory)
+    assert text.sampling == {"temperature": 0.0, "repetition_penalty": 1.05}
+    assert "repetition_penalty" not in notes
+    write(directory, "generation_config.json", eos_token_id=2, do_sample=False, repetition_penalty=0)
+    text, notes = facts(directory)
     assert text.sampling == {"temperature": 0.0}
-    assert "repetition_penalty 1.05" in notes
+    assert "ignored unsupported sampling settings: repetition_penalty 0" in notes
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_a_repetition_penalty_survives_an_export(directory, do_sample):
+    settings = {"eos_token_id": 2, "do_sample": do_sample, "repetition_penalty": 1.05}
+    write(directory, "generation_config.json", **settings)
+    processor = text_processor(open_model(directory).config)
+    assert exported(processor)["generation_config.json"] == settings
+    written = exported(processor, contents={"generation_config.json": b'{"eos_token_id": 2}'})["generation_config.json"]
+    assert written == ({"temperature": 1.0} if do_sample else {}) | settings
+
+
+def test_a_repetition_penalty_of_1_is_not_a_default(directory):
+    write(directory, "generation_config.json", eos_token_id=2, do_sample=True, repetition_penalty=1.0)
+    processor = text_processor(open_model(directory).config)
+    assert processor.sampling == {"temperature": 1.0}
+    assert exported(processor, contents=stored_files(directory))["generation_config.json"]["repetition_penalty"] == 1.0
+
+
+def write_pooling(folder, path="1_Pooling", **modes):
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": path, "type": "sentence_transformers.models.Pooling"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / path).mkdir(exist_ok=True)
+    write(folder / path, "config.json", word_embedding_dimension=64, include_prompt=True, **modes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "pooling"), [("mean_tokens", "mean"), ("lasttoken", "last"), ("cls_token", "cls"), ("max_tokens", None)]
+)
+def test_the_pooling_of_a_model_is_read(directory, mode, pooling):
+    assert facts(directory)[0].pooling is None
+    modes = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
+    write_pooling(directory, **modes)
+    text, notes = facts(directory)
+    assert text.pooling == pooling
+    assert ("ignored unsupported pooling: max_tokens" in notes) == (pooling is None)
+
+
+def test_poolings_that_are_joined_or_elsewhere_are_not_used(directory):
+    write_pooling(directory, pooling_mode_cls_token=True, pooling_mode_mean_tokens=True)
+    text, notes = facts(directory)
+    assert text.pooling is None
+    assert "ignored unsupported pooling: cls_token and mean_tokens" in notes
+    modules = [{"path": "../1_Pooling", "type": "sentence_transformers.models.Pooling"}]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    assert "the folder '../1_Pooling' has no config.json" in facts(directory)[1]
 
 
 def test_sampling_without_a_temperature_has_one_of_1(directory):

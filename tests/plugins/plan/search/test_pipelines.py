@@ -97,6 +97,7 @@ def test_the_formulas_count_the_work_and_the_state_of_the_program(space, staged,
     assert row.estimate.arguments == pytest.approx(shard_bytes(program.arguments("train", bucket)), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_only_what_waits_in_1f1b_does_not_grow_with_the_microbatches(staged):
     def residual_bytes(schedule, microbatches):
         pipeline = Pipeline(stages=2, microbatches=microbatches, schedule=schedule)

@@ -102,10 +102,12 @@ def test_the_ranking_is_the_same_each_time(space, ranked, monkeypatch):
     assert [rank.sort_key(r) for r in ranked] == sorted(rank.sort_key(r) for r in ranked)
 
 
+@pytest.mark.slow
 def test_the_shipped_layout_is_one_of_them(ranked):
     assert sum(r.choice.shipped for r in ranked) == 1
 
 
+@pytest.mark.slow
 def test_memory_follows_what_is_kept_and_how_the_batch_is_cut(ranked):
     mesh = MeshChoice(shape={"fsdp": 4, "tensor": 2})
     totals = {r.choice.words: r.estimate for r in ranked}
@@ -116,6 +118,7 @@ def test_memory_follows_what_is_kept_and_how_the_batch_is_cut(ranked):
     assert halves.kept == pytest.approx(partial.kept / 2)
 
 
+@pytest.mark.slow
 def test_arguments_are_those_that_the_program_has(space, ranked):
     import jax
 
@@ -151,6 +154,7 @@ def test_values_are_written_as_settings_are_read():
     assert parse_setting(f"mesh.rules.activation_embed={format_value([])}").value == []
 
 
+@pytest.mark.slow
 def test_the_words_of_a_row_are_its_config(request_, ranked):
     row = next(r for r in ranked if r.choice.mesh and r.choice.remat and r.choice.microbatches)
     words = plan_words(request_, row)
@@ -279,6 +283,7 @@ def test_a_step_that_does_not_fit_is_no_best(monkeypatch, tmp_path):
     assert "does not fit" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_is_compiled_again(compiler, tmp_path, request_, ranked):
     cache = Cache(tmp_path)
     path = cache.path(request_, ranked[0])

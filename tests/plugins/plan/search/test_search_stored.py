@@ -34,8 +34,7 @@ def slower_than_the_best(layout, rows):
     return own[0]["seconds"] / min(r["seconds"] for r in rows if r["fits"])
 
 
-@pytest.mark.slow_cases("llama2-70b-tpu-v5p-1024")
-@pytest.mark.slow_cases("llama2-70b-h100-8x64")
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "target"), TRAININGS)
 def test_what_ships_is_as_good_as_what_a_search_compiled(layout_search, model, target):
     rows = next(t["layouts"] for t in STORED if (t["model"], t["target"]) == (model, target))
@@ -57,6 +56,7 @@ def test_nine_of_ten_memory_estimates_are_within_five_percent():
     assert len(far) <= 0.1 * len(misses), far
 
 
+@pytest.mark.slow
 def test_a_slower_layout_and_one_that_was_not_compiled_are_noticed(layout_search):
     model, target = TRAININGS[0]
     rows = STORED[0]["layouts"]

@@ -4,6 +4,7 @@ import signal
 import time
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 from click.testing import CliRunner
@@ -83,3 +84,17 @@ def test_a_signal_ends_the_wait_for_a_batch(session, monkeypatch, capsys):
         assert session.should_stop()
     assert session.stop_signal == signal.SIGTERM
     assert "the input returned no batch in time; stopping without it" in capsys.readouterr().err
+
+
+class Rollouts(Batches):
+    """Batches of the present weights."""
+
+    follows_training = "are rollouts of the present weights"
+
+
+def test_batches_that_follow_training_are_not_read_ahead(session, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    session.batches = batches = Rollouts()
+    with session:
+        assert session.batches is batches
+    assert batches.count == 0

@@ -25,6 +25,7 @@ def config(**settings):
     return resolve("quickstart", set={"max_steps": 3, **settings}).config
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_what_every_host_runs(tmp_path):
     words = ("--set", "seed=3", "--steps", "7", "--with", "watchdog", "--run-dir", str(tmp_path / "run"))
     result = cli_runs.axlearn(

@@ -1,6 +1,7 @@
 """Sleep and wake-up over HTTP: memory is freed, requests meanwhile get a 503, and the same tokens come afterwards."""
 
 import threading
+import time
 
 import httpx
 import jax
@@ -14,8 +15,8 @@ from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Request, Sampling
 from axlearn_plugins_serving.engine import ServingEngine
+from axlearn_plugins_serving.engine_weights import model_weights
 from axlearn_plugins_serving.open_engine import build_engine, open_engine
-from axlearn_plugins_serving.runner import model_weights
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 from support import serving_models
 from support.engine_runs import engine as fake_engine
@@ -62,6 +63,7 @@ def post(server, path):
     return httpx.post(server.url + path, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
 def test_the_same_tokens_come_after_sleep(server, level):
     want = complete(server).json()["choices"][0]["token_ids"]
@@ -88,7 +90,7 @@ def test_running_requests_finish_before_sleep(server):
     for thread in threads:
         thread.start()
     while not server.engine.busy():
-        pass
+        time.sleep(0.001)
     assert post(server, "/sleep").status_code == 200
     for thread in threads:
         thread.join()
@@ -122,6 +124,7 @@ def test_administration_is_off_by_default_and_needs_an_engine_that_sleeps():
         assert "FakeEngine cannot sleep" in post(server, "/sleep").json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_an_engine_sleeps_only_when_it_is_idle():
     one = open_small()
     one.add(Request(id="a", prompt=(1, 2), sampling=Sampling(max_tokens=1)))
@@ -147,10 +150,10 @@ def test_weights_of_a_run_are_read_again(tmp_path):
     settings |= {"input.sequence_length": 32, "input.batch_size": 8}
     ax.train("quickstart", run_dir=tmp_path / "run", steps=2, set=settings)
     one = open_engine(tmp_path / "run", config=patch(ServingEngine.Config(), SIZES)).engine
-    before = [np.asarray(x) for x in jax.tree.leaves(one.runner._arrays)]
+    before = [np.asarray(x) for x in jax.tree.leaves(one.runner.weights.arrays)]
     one.sleep(2)
-    assert one.runner._arrays is None
+    assert not one.runner.weights.arrays
     one.wake_up()
-    after = jax.tree.leaves(one.runner._arrays)
+    after = jax.tree.leaves(one.runner.weights.arrays)
     assert all((x == np.asarray(y)).all() for x, y in zip(before, after, strict=True))
     assert one.statistics().compilations == 0

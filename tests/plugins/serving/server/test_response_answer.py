@@ -184,7 +184,7 @@ def test_a_background_response_is_polled_and_cancelled(client, server):
 
 
 def test_a_response_that_cannot_be_written_is_returned(client, server, monkeypatch, caplog):
-    def fail(_):
+    def fail(*_):
         raise sqlite3.OperationalError("disk full")
 
     monkeypatch.setattr(server.service.responses, "put", fail)

@@ -15,9 +15,9 @@ from axlearn_core.nn.layer import Context
 from axlearn_plugins_finetune.lora import adapters
 from axlearn_plugins_serving.contracts import Request, Sampling
 from axlearn_plugins_serving.engine import ServingEngine
+from axlearn_plugins_serving.engine_weights import model_weights
 from axlearn_plugins_serving.local_engine import serve
 from axlearn_plugins_serving.open_engine import build_engine
-from axlearn_plugins_serving.runner import model_weights
 from axlearn_plugins_serving.settings import add_adapters, engine_config
 from axlearn_plugins_transformer.generate import Generator
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer

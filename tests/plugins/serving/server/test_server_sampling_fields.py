@@ -40,6 +40,15 @@ def test_sampling_reaches_the_engine(server):
     assert sampling.bad_tokens == ((97, 98), (32, 97, 98), (99,), (32, 99))
 
 
+def test_the_defaults_of_the_model_apply(server, monkeypatch):
+    monkeypatch.setattr(server.service.text, "sampling", {"temperature": 0.5, "repetition_penalty": 1.25})
+    post(server)
+    sampling = server.engine.seen[-1].sampling
+    assert (sampling.temperature, sampling.repetition_penalty) == (0.5, 1.25)
+    post(server, repetition_penalty=1.0)
+    assert server.engine.seen[-1].sampling.repetition_penalty == 1.0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_can_be_part_of_the_output_and_wait_for_the_minimum(server, stream):
     def text(**body):

@@ -97,7 +97,7 @@ def test_the_requests_of_a_serving_step_select_among_their_own_keys(built):
         steps = np.arange(begin, end)
         write = np.asarray(table)[:, steps // 4] * 4 + steps % 4
         slots = PagedSlots(table=table, lengths=jnp.full(2, end), write=jnp.asarray(write.reshape(-1), jnp.int32),
-                           split=Split(0, end - begin))  # fmt: skip
+                           split=Split(0, end - begin), pages=6, page_size=4)  # fmt: skip
         flat = [a[:, begin:end].reshape(-1, 1, a.shape[-1]) for a in (x, latents)]
         context = Context(positions=jnp.asarray(np.tile(steps, 2)[:, None], jnp.int32), slots=slots)
         return indexer(*flat, context, Causal(), layout, cache)

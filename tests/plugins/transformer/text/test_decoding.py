@@ -86,7 +86,7 @@ def test_a_tokenizer_of_the_library_is_decoded_by_it(name):
 
 @pytest.mark.fast_cases("python")
 @pytest.mark.parametrize("tokenizer", [BYTES, PYTHON], ids=["bytes", "python"])
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(text=st.text(max_size=80), prompt=st.text(st.characters(codec="utf-8"), max_size=12))
 @example(text="日本語 😀 é", prompt="a")
 def test_pieces_of_a_text_are_the_text(tokenizer, text, prompt):

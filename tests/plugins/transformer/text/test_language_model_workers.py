@@ -120,6 +120,7 @@ ORPHAN = """
 """
 
 
+@pytest.mark.slow
 def test_a_worker_ends_if_its_parent_was_killed_while_it_started(tmp_path):
     script, pid_file = tmp_path / "orphan.py", tmp_path / "worker"
     script.write_text(textwrap.dedent(ORPHAN))

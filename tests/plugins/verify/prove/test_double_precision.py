@@ -95,6 +95,7 @@ def scale_scanned_layers(monkeypatch, factor):
     monkeypatch.setattr(stack, "_layer", layer)
 
 
+@pytest.mark.slow
 def test_a_fault_that_float32_hides_is_found(monkeypatch):
     scale_scanned_layers(monkeypatch, 1 + 1e-5)
     sample, checked = case("model.decoder.layer.attention.scale=10000.0"), proof_cases.load_property("scan")

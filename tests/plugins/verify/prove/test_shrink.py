@@ -54,6 +54,7 @@ def test_a_large_model_becomes_small_and_keeps_its_layers():
     assert all(get(shrunk.config, path) == new for path, (_, new) in shrunk.changes.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "layers"),
     [
@@ -68,6 +69,7 @@ def test_two_periods_of_alternating_layers_are_left(experiment, layers):
     assert small(experiment).config.model.decoder.num_layers == layers
 
 
+@pytest.mark.slow
 def test_a_scan_and_a_loss_in_chunks_stay():
     before, after = (describe(c) for c in (ax.resolve("llama3-8b").config, small("llama3-8b").config))
     assert not before.lost_operations(after)
@@ -78,6 +80,7 @@ def test_a_scan_and_a_loss_in_chunks_stay():
     assert pairs.objective.loss_chunk < max(shape[-1] for shape, _ in pairs.input.batch_shapes().values())
 
 
+@pytest.mark.slow
 def test_lost_operations_are_noted():
     config = ax.resolve("llama3-8b").config
     without_chunks = {name: value for name, value in SIZES.items() if name != "loss_chunk"}
@@ -94,6 +97,7 @@ def test_cached_pages_are_shorter_than_the_rows():
     assert get(config, "model.decoder.layer.attention.kv_cache.page_size") < config.input.sequence_length
 
 
+@pytest.mark.slow
 def test_experts_compete_in_groups_as_before():
     config = ax.resolve("quickstart", with_=("moe:num_experts=256,top_k=8",)).config
     router = "model.decoder.layer.feed_forward.router"
@@ -147,6 +151,14 @@ def test_pairs_and_images_have_batches():
     images = synthetic_batch(small("vit-tiny").config, 0)
     assert images["labels"].max() < 4
     assert images["images"].shape[1:] == (8, 8, 3)
+
+
+def test_a_batch_of_rollouts_has_the_log_probabilities_of_tokens():
+    config = small("quickstart", "rloo:task={type: jsonl-task, paths: problems.jsonl}").config
+    batch = synthetic_batch(config, 0)
+    assert batch["rollout_logprobs"].max() <= 0
+    assert batch["rollout_logprobs"].mean() == pytest.approx(-np.log(config.model.vocab_size), abs=0.5)
+    assert batch["temperature"].min() >= 0.5
 
 
 class Stubborn(Configurable):

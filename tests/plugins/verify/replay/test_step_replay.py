@@ -49,6 +49,7 @@ def bad(planted):
     return result, before, planted_runs.contents(planted)
 
 
+@pytest.mark.slow
 def test_step_is_bit_identical_and_the_run_unchanged(bad):
     result, before, after = bad
     assert result.identical is True

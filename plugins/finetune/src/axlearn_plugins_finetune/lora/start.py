@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from axlearn_core.compose import ModelWeights, Program
 from axlearn_core.config import Configurable, Node, node, setting
+from axlearn_core.contracts.capabilities import KeepsState
 from axlearn_core.contracts.experiment import get_tokenizer_config
 from axlearn_core.contracts.parts import Weights
 from axlearn_core.contracts.text import HasDigest
@@ -63,9 +64,9 @@ class StartFromRun(Configurable):
             """See `axlearn_core.contracts.capabilities.LoadsInitialWeights`."""
             return self.loop
 
-    def __init__(self, cfg: Config, *, input: Any = None):
+    def __init__(self, cfg: Config, *, input: Any = None, build_input: Any = None):
         self.cfg = cfg
-        self.loop = cfg.loop.build(input=input)
+        self.loop = cfg.loop.build(input=input, build_input=build_input)
         self._tokenizer = tokenizer_of(input)
         self._checked = False
 
@@ -73,7 +74,20 @@ class StartFromRun(Configurable):
         """See `axlearn_core.contracts.capabilities.ChecksStart`."""
         self._checked = True
         if self.cfg.run_dir is not None and self.cfg.same_tokenizer:
-            _check_tokenizer(self.cfg.run_dir, self._tokenizer)
+            check_same_tokenizer(
+                self.cfg.run_dir,
+                self._tokenizer,
+                fix="set input.tokenizer to the run's tokenizer, or set loop.same_tokenizer to false if this is intended",
+            )
+
+    def get_state(self) -> Any:
+        """Return the state of the inner loop, or None. See `axlearn_core.contracts.capabilities.KeepsState`."""
+        return self.loop.get_state() if isinstance(self.loop, KeepsState) else None
+
+    def set_state(self, state: Any) -> None:
+        """Restore the state of the inner loop."""
+        if isinstance(self.loop, KeepsState):
+            self.loop.set_state(state)
 
     def run(self, session: Session) -> None:
         """See `axlearn_core.train.loop.Loop`."""
@@ -138,8 +152,14 @@ def read_like(weights: Weights, like: Mapping[str, Any], *, name: str) -> dict[s
     return {p: x.astype(like[p].dtype) for p, x in tensors.items()}
 
 
-def _check_tokenizer(uri: str, tokenizer: Any) -> None:
-    """Raise `RequestError` if the tokenizer of the data differs from the tokenizer of a run."""
+def check_same_tokenizer(uri: str, tokenizer: Any, *, fix: str) -> None:
+    """Raise `RequestError` if the tokenizer of the data differs from the tokenizer of a run.
+
+    Args:
+        uri: The run. Nothing is checked for other weights, which name no tokenizer.
+        tokenizer: Tokenizer of the data, or None.
+        fix: Fix to name in the error.
+    """
     try:
         config = Run(uri).config
     except CheckpointError:
@@ -160,7 +180,7 @@ def _check_tokenizer(uri: str, tokenizer: Any) -> None:
         raise RequestError(
             f"input.tokenizer is not the tokenizer of {uri}, so token ids have different meanings\n"
             f"    got: {got}\n    expected: {expected}\n"
-            "    fix: set input.tokenizer to the run's tokenizer, or set loop.same_tokenizer to false if this is intended"
+            f"    fix: {fix}"
         )
 
 

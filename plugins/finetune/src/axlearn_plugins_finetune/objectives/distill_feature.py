@@ -22,7 +22,10 @@ class Distill(Feature):
 
     `teacher` is a run, a directory in Hugging Face format, or other weights. Without it, the teacher is the initial model, which
     keeps a fine-tuned model close to its starting point. The loss is `alpha` (0.5) times the divergence from the teacher at
-    `temperature`, plus 1 - `alpha` times the cross-entropy of the text. `base` is a run, or other weights, to start training from.
+    `temperature`, plus 1 - `alpha` times the cross-entropy of the text. The divergence is KL(teacher || model) by default;
+    `interpolation` 1 selects KL(model || teacher), and values between 0 and 1 a Jensen-Shannon divergence.
+
+    `base` is a run, or other weights, to start training from.
 
     If the experiment already has this objective, the given options are updated.
     """
@@ -34,6 +37,7 @@ class Distill(Feature):
     teacher: str | None = None
     temperature: float | None = setting(default=None, gt=0)
     alpha: float | None = setting(default=None, gt=0, le=1)
+    interpolation: float | None = setting(default=None, ge=0, le=1)
     base: str | None = None
 
     def apply(self, cfg: Tree) -> Tree:
@@ -47,7 +51,7 @@ class Distill(Feature):
                     fix="remove distill",
                 )
             )
-        options = get_options(self, "temperature", "alpha")
+        options = get_options(self, "temperature", "alpha", "interpolation")
         if self.teacher is not None:
             options |= {"teacher": open_model_config(self.teacher), "teacher_weights": self.teacher}
         old = get_objective_config(cfg)

@@ -3,6 +3,7 @@
 Shapes: B rows, S positions per row, C positions per chunk, V vocabulary.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,10 +22,10 @@ from axlearn_plugins_finetune.objectives.sequences import check_language_model, 
 
 
 class Distillation(Configurable, nnx.Module):
-    """`alpha * T^2 * KL(teacher || model) + (1 - alpha) * cross-entropy`, averaged over the weighted targets.
+    """`alpha * T^2 * divergence + (1 - alpha) * cross-entropy`, averaged over the weighted targets.
 
-    Both distributions of the divergence use the temperature T. The auxiliary losses of the model's layers are added, but its z-loss
-    is not. Evaluation uses the model's own loss.
+    The divergence is KL(teacher || model), unless `interpolation` is set. Both of its distributions use the temperature T. The
+    auxiliary losses of the model's layers are added, but its z-loss is not. Evaluation uses the model's own loss.
     """
 
     @node
@@ -34,6 +35,8 @@ class Distillation(Configurable, nnx.Module):
         Attributes:
             temperature: Temperature T.
             alpha: Weight of the divergence. The cross-entropy of the targets has the weight 1 - alpha.
+            interpolation: 0 for KL(teacher || model), 1 for KL(model || teacher), which prefers the teacher's most likely answers,
+                and a number between them for the generalized Jensen-Shannon divergence (Agarwal et al., 2024, arXiv 2306.13649).
             teacher: Config of the teacher. None uses the model's config.
             teacher_weights: Path or URI of the teacher's weights. None uses the weights that training starts from.
             loss_chunk: Positions per row whose logits are in memory at a time.
@@ -41,6 +44,7 @@ class Distillation(Configurable, nnx.Module):
 
         temperature: float = setting(default=1.0, gt=0)
         alpha: float = setting(default=0.5, gt=0, le=1)
+        interpolation: float = setting(default=0.0, ge=0, le=1)
         teacher: Node[Model] | None = None
         teacher_weights: str | None = None
         loss_chunk: int = setting(default=128, kind="execution", ge=1)
@@ -104,10 +108,35 @@ class Distillation(Configurable, nnx.Module):
         """Map [B, C, V], [B, C, V], int32 [B, C] to the divergence, float32 [B, C], and cross-entropy, float32 [B, C]."""
         logits, teacher_logits = logits.astype(jnp.float32), teacher_logits.astype(jnp.float32)
         student_log, teacher_log = (jax.nn.log_softmax(x / self.cfg.temperature) for x in (logits, teacher_logits))
-        divergence = jnp.sum(jnp.exp(teacher_log) * (teacher_log - student_log), axis=-1)
+        divergence = interpolated_divergence(student_log, teacher_log, self.cfg.interpolation)
         picked = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
         return divergence, jax.nn.logsumexp(logits, axis=-1) - picked
 
     def evaluation_loss(self, model: Any, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
         """Return the model's own loss on held-out text, which does not depend on the teacher."""
         return model_loss(model, batch)
+
+
+def interpolated_divergence(student_log: jax.Array, teacher_log: jax.Array, interpolation: float) -> jax.Array:
+    """Return the generalized Jensen-Shannon divergence of each position (Agarwal et al., 2024, equation 1).
+
+    Args:
+        student_log: Log-probabilities of the model, float32 [..., V].
+        teacher_log: Log-probabilities of the teacher, float32 [..., V].
+        interpolation: Weight of the teacher in the mixture, from 0 to 1. 0 means KL(teacher || model), and 1 means
+            KL(model || teacher), as in the paper.
+
+    Returns:
+        Float32 [...], in nats.
+    """
+    if interpolation == 0:
+        return _divergence(teacher_log, student_log)
+    if interpolation == 1:
+        return _divergence(student_log, teacher_log)
+    mixture = jnp.logaddexp(student_log + math.log1p(-interpolation), teacher_log + math.log(interpolation))
+    of_teacher, of_student = _divergence(teacher_log, mixture), _divergence(student_log, mixture)
+    return interpolation * of_teacher + (1 - interpolation) * of_student
+
+
+def _divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)

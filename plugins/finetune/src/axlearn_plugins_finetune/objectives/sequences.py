@@ -1,4 +1,4 @@
-"""Sums over the positions of rows, with the logits of one chunk of positions in memory at a time.
+"""Sums and maps over the positions of rows, with the logits of one chunk of positions in memory at a time.
 
 Shapes: R rows, S positions per row, C positions per chunk, D width, V vocabulary.
 """
@@ -13,6 +13,7 @@ from jax import lax
 from axlearn_core.config import Node
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_plugins_transformer.layer_roles import ExtraLossRole, LanguageModelRole
+from axlearn_plugins_transformer.token_logprobs import token_logprobs
 
 
 def check_language_model(model: Node[Any], path: str) -> None:
@@ -52,20 +53,12 @@ def sum_over_positions(function: Callable[..., Any], arrays: Any, chunk: int) ->
     Returns:
         Tree of [R].
     """
-    length = jax.tree.leaves(arrays)[0].shape[1]
-    chunk = min(chunk, length)
-    count = -(-length // chunk)
-
-    def split(x: jax.Array) -> jax.Array:
-        """[R, S, ...] -> [chunks, R, C, ...]."""
-        x = jnp.pad(x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], count, chunk, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
     def sums(part: Any) -> Any:
         return jax.tree.map(lambda v: jnp.sum(v, axis=1), function(part))
 
-    parts = jax.tree.map(split, arrays)
+    parts, count = _split_positions(arrays, chunk)
     if count == 1:
         return sums(jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(
@@ -73,6 +66,38 @@ def sum_over_positions(function: Callable[..., Any], arrays: Any, chunk: int) ->
     )
     total, _ = lax.scan(lambda carry, part: (jax.tree.map(jnp.add, carry, sums(part)), None), zeros, parts)
     return total
+
+
+def map_over_positions(function: Callable[..., Any], arrays: Any, chunk: int) -> Any:
+    """Apply `function` to C positions at a time, and recompute its intermediate results in the backward pass.
+
+    Args:
+        function: Function from arrays with C positions to a tree of [R, C].
+        arrays: Tree of [R, S, ...].
+        chunk: Chunk size C.
+
+    Returns:
+        Tree of [R, S].
+    """
+    length = jax.tree.leaves(arrays)[0].shape[1]
+    parts, count = _split_positions(arrays, chunk)
+    if count == 1:
+        return jax.checkpoint(function)(jax.tree.map(lambda x: x[0], parts))
+    results = lax.map(jax.checkpoint(function), parts)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :length], results)
+
+
+def _split_positions(arrays: Any, chunk: int) -> tuple[Any, int]:
+    """Split arrays [R, S, ...], padded with zeros, into [chunks, R, C, ...]. Also return the number of chunks."""
+    length = jax.tree.leaves(arrays)[0].shape[1]
+    chunk = min(chunk, length)
+    count = -(-length // chunk)
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], count, chunk, *x.shape[2:]), 1, 0)
+
+    return jax.tree.map(split, arrays), count
 
 
 def log_probabilities(model: Any, hidden: jax.Array, targets: jax.Array, weights: jax.Array, chunk: int) -> jax.Array:
@@ -91,8 +116,6 @@ def log_probabilities(model: Any, hidden: jax.Array, targets: jax.Array, weights
 
     def chunk_log_probabilities(part: Any) -> jax.Array:
         hidden, targets, weights = part
-        logits = model.logits(hidden).astype(jnp.float32)
-        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
-        return weights * (picked - jax.nn.logsumexp(logits, axis=-1))
+        return weights * token_logprobs(model.logits(hidden).astype(jnp.float32), targets)[0]
 
     return sum_over_positions(chunk_log_probabilities, (hidden, targets, weights), chunk)

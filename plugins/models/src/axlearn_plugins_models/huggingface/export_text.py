@@ -12,7 +12,7 @@ from axlearn_plugins_models.huggingface.family import Json
 from axlearn_plugins_models.huggingface.text_facts import GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 from axlearn_plugins_transformer.text.chat_template import TOOL_TEMPLATE, ChatTemplate
 from axlearn_plugins_transformer.text.decoding import HasTokenizerJson
-from axlearn_plugins_transformer.text.processor import SAMPLING, TextProcessor
+from axlearn_plugins_transformer.text.processor import GREEDY_SAMPLING, SAMPLING, TextProcessor
 from axlearn_plugins_transformer.text.protocols import bos_id_of, folder_of
 
 KEPT_FOLDER = "huggingface"
@@ -81,9 +81,7 @@ def _complete_generation(text: TextProcessor, config: Mapping[str, Any], content
         changed["eos_token_id"] = _end_tokens(text)
     for name, value in text.sampling.items():
         if value != _read_setting(generation, name):
-            changed |= (
-                {"do_sample": False} if name == "temperature" and value == 0 else {name: value, "do_sample": True}
-            )
+            changed |= _setting(name, value, text.sampling)
     if not changed:
         return
     if not generation:
@@ -94,7 +92,7 @@ def _complete_generation(text: TextProcessor, config: Mapping[str, Any], content
 
 def _describes(generation: Mapping[str, Any], text: TextProcessor) -> bool:
     """Return whether a generation_config.json ends and samples outputs as the run does."""
-    names = ("temperature",) if generation.get("do_sample") is False else tuple(SAMPLING)
+    names = GREEDY_SAMPLING if generation.get("do_sample") is False else tuple(SAMPLING)
     stated = {name: value for name in names if (value := _read_setting(generation, name)) is not None}
     ends = {i for i in _as_list(generation.get("eos_token_id")) if i is not None}
     return ends <= text.end_tokens and stated == text.sampling
@@ -104,7 +102,17 @@ def _read_setting(generation: Mapping[str, Any], name: str) -> Any:
     """Return the value of a sampling setting in a generation_config.json, or None if it is not set."""
     if name == "temperature" and generation.get("do_sample") is False:
         return 0.0
-    return generation.get(name, 1.0 if name == "temperature" and generation.get("do_sample") else None)
+    value = generation.get(name, 1.0 if name == "temperature" and generation.get("do_sample") else None)
+    return None if name == "repetition_penalty" and value == 1 else value
+
+
+def _setting(name: str, value: float, sampling: Mapping[str, float]) -> Json:
+    """Return the keys of generation_config.json that set a sampling default, given all defaults."""
+    if name == "temperature" and value == 0:
+        return {"do_sample": False}
+    if name in GREEDY_SAMPLING[1:]:  # applies to greedy outputs too
+        return {name: value}
+    return {name: value} if sampling.get("temperature") == 0 else {name: value, "do_sample": True}
 
 
 def _has_template(template: ChatTemplate, tokenizer_config: Json, contents: Mapping[str, bytes]) -> bool:

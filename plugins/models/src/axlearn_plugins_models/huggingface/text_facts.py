@@ -9,10 +9,14 @@ import tokenizers
 
 from axlearn_core.errors import CheckpointError, ConfigError, Problem
 from axlearn_plugins_models.huggingface.members import member, read_json
-from axlearn_plugins_transformer.text.processor import SAMPLING
+from axlearn_plugins_transformer.text.processor import GREEDY_SAMPLING, SAMPLING
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 GENERATION, TOKENIZER_CONFIG, TEMPLATE = "generation_config.json", "tokenizer_config.json", "chat_template.jinja"
+
+MODULES = "modules.json"
+"""List of the modules of a sentence-transformers model. The pooling module has a folder with a `config.json`."""
+_POOLINGS = {"mean_tokens": "mean", "lasttoken": "last", "cls_token": "cls"}
 
 
 @attrs.frozen
@@ -25,6 +29,7 @@ class TextFacts:
         end_tokens: Ids that end an output, from `config.json` and `generation_config.json`.
         sampling: Sampling defaults from `generation_config.json`.
         context_length: Context length in tokens, or None if `config.json` does not state it.
+        pooling: Pooling of embeddings from the files of sentence-transformers, or None.
         notes: Contradictions between files, and how they were resolved.
     """
 
@@ -33,6 +38,7 @@ class TextFacts:
     end_tokens: tuple[int, ...] = ()
     sampling: Mapping[str, float] = attrs.field(factory=dict)
     context_length: int | None = None
+    pooling: str | None = None
     notes: tuple[str, ...] = ()
 
     def settings(self, tokenizer: Path) -> dict[str, Any]:
@@ -46,6 +52,7 @@ class TextFacts:
             "end_tokens": list(self.end_tokens),
             "sampling": dict(self.sampling),
             "context_length": self.context_length,
+            **({} if self.pooling is None else {"pooling": self.pooling}),
         }
         path = str(tokenizer.absolute())
         return {
@@ -96,7 +103,10 @@ def read_text_facts(directory: Path, config: Mapping[str, Any], rows: int) -> Te
     sampling, unsupported = _sampling(generation)
     if unsupported:
         notes.append(f"{GENERATION}: ignored unsupported sampling settings: {', '.join(unsupported)}")
-    return TextFacts(eos, bos, tuple(ends), sampling, context_length(config), tuple(notes))
+    pooling, unsupported_pooling = _pooling(directory)
+    if unsupported_pooling is not None:
+        notes.append(f"{MODULES}: ignored unsupported pooling: {unsupported_pooling}; set serving.runner.pooling")
+    return TextFacts(eos, bos, tuple(ends), sampling, context_length(config), pooling, tuple(notes))
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
@@ -173,12 +183,32 @@ def _sampling(generation: Mapping[str, Any]) -> tuple[dict[str, float], list[str
     values = {n: v for n in SAMPLING if isinstance(v := generation.get(n), int | float) and not isinstance(v, bool)}
     sampling = {n: float(v) for n, v in values.items() if SAMPLING[n][0] <= v <= SAMPLING[n][1]}
     if generation.get("do_sample") is False:
-        sampling = {"temperature": 0.0}
+        sampling = {"temperature": 0.0, **{n: v for n, v in sampling.items() if n in GREEDY_SAMPLING[1:]}}
     elif generation.get("do_sample") is True:
         sampling.setdefault("temperature", 1.0)
     penalty = generation.get("repetition_penalty")
-    unsupported = [] if penalty in (None, 1, 1.0) else [f"repetition_penalty {penalty}"]
+    unsupported = [] if penalty is None or "repetition_penalty" in sampling else [f"repetition_penalty {penalty}"]
+    if sampling.get("repetition_penalty") == 1:  # the files of many models state that there is no penalty
+        del sampling["repetition_penalty"]
     return sampling, unsupported
+
+
+def _pooling(directory: Path) -> tuple[str | None, str | None]:
+    """Return (pooling, unsupported pooling) from the files of sentence-transformers, or (None, None) if the files are missing."""
+    modules = read_json(directory, MODULES) if (directory / MODULES).exists() else []
+    entries = [entry for entry in modules if isinstance(entry, Mapping)] if isinstance(modules, list) else []
+    entry = next((entry for entry in entries if str(entry.get("type")).rpartition(".")[2] == "Pooling"), None)
+    if entry is None:
+        return None, None
+    name = str(entry.get("path"))
+    folder = directory / name
+    if Path(name).name != name or not (folder / CONFIG).exists():
+        return None, f"the folder {name!r} has no {CONFIG}"
+    modes = [key.removeprefix("pooling_mode_") for key, value in _read(folder, CONFIG).items() if value is True]
+    modes = [mode for mode in modes if mode != "include_prompt"]
+    if len(modes) == 1 and modes[0] in _POOLINGS:
+        return _POOLINGS[modes[0]], None
+    return None, " and ".join(modes) or "none"
 
 
 def _end_token(

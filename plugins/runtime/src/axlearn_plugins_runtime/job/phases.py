@@ -52,7 +52,7 @@ class PhaseClock:
         """Begin a phase and end the previous one.
 
         Args:
-            phase: `restore`, `compile`, `input`, `step`, `evaluate` or `save`.
+            phase: `restore`, `compile`, `input`, `rollout`, `step`, `evaluate` or `save`.
             count_as: Phase that the time since the last call counts toward (default: the previous phase).
             step: Number of finished steps, if it changed.
         """

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from axlearn_core.contracts.capabilities import FollowsTraining
 from axlearn_core.errors import InputError
 from axlearn_core.run.events import RunListener
 from axlearn_core.run.notices import log_message
@@ -30,10 +31,10 @@ class EarlyStop(RunListener):
         self._agreement: StopAgreement | None = None
 
     def begin(self) -> None:
-        """Install the signal handlers. In a multi-process job, also read batches ahead."""
+        """Install the signal handlers. In a multi-process job, also read batches ahead if possible."""
         # In a multi-process job JAX handles SIGTERM and notifies all processes; see `is_preempted`.
-        if jax.process_count() > 1:
-            run = self.session
+        run = self.session
+        if jax.process_count() > 1 and not isinstance(run.batches, FollowsTraining):
             self._agreement = StopAgreement(run.step)
             run.batches = LookAhead(run.batches, run.max_steps - run.step, self._stop_all)
         self._signals.install(*((signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)))

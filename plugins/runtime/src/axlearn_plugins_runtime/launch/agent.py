@@ -285,7 +285,7 @@ class _Worker:
             return (self._since, 0, "start"), self._seconds_stopped()
         _, step, phase = progress
         self.phase = phase
-        if phase in ("compile", "input", "step", "save", "evaluate") and self._first_step is None:
+        if phase in ("compile", "input", "rollout", "step", "save", "evaluate") and self._first_step is None:
             self._first_step = step
         self.steps = step - (step if self._first_step is None else self._first_step)
         return progress, self._seconds_stopped()

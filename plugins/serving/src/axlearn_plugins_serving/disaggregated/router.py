@@ -86,6 +86,7 @@ class RouterEngine:
         self._arrivals = itertools.count()
         self._meter = Meter()
         self._closed = False
+        self.version = 0
         self.restarts = 0
         self._deaths: dict[tuple[Kind, int], int] = {}
         counts: dict[Kind, int] = {"prefill": prefill, "decode": decode}
@@ -166,12 +167,15 @@ class RouterEngine:
         `waiting` counts the requests that wait in the router.
         """
         statistics = [attrs.asdict(w.statistics) for w in self.workers if w.statistics is not None]
-        sums = {a.name: sum(s[a.name] for s in statistics) for a in attrs.fields(Statistics)}
+        sums = {a.name: sum(s[a.name] for s in statistics) for a in attrs.fields(Statistics) if a.name != "drafter"}
+        drafter = next((s["drafter"] for s in statistics if s["drafter"] is not None), None)
         blocks = sum(w.ready.blocks for w in self.workers if w.ready is not None)
         running = len(self._entries) - len(self._waiting)
-        return Statistics(**{**sums, "blocks": blocks, "waiting": len(self._waiting), "running": running})
+        return Statistics(
+            **{**sums, "blocks": blocks, "waiting": len(self._waiting), "running": running}, drafter=drafter
+        )
 
-    def update_weights(self, weights: Any) -> None:
+    def update_weights(self, weights: Any, version: int | None = None, *, share: bool = False) -> int:
         """Raise an error, because weights cannot be sent to the worker processes."""
         raise RequestError("the weights of worker processes cannot be updated\n    fix: serve with a single engine")
 

@@ -96,6 +96,17 @@ class AnswerBlocks:
         self._close(changes)
         return changes
 
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the chat API."""
+        text, reasoning = self.join("text"), self.join("reasoning")
+        fields: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls := self.tool_calls:
+            fields |= {"content": text or None, "tool_calls": calls}
+        if reasoning:
+            fields["reasoning_content"] = reasoning
+        return fields
+
     def join(self, kind: Kind) -> str:
         """Return the joined text of all blocks of a kind."""
         return "".join(block.text for block in self.blocks if block.kind == kind)

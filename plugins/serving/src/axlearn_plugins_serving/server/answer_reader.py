@@ -6,10 +6,12 @@ import attrs
 
 from axlearn_plugins_serving.parsers.answer_formats import Parser, ReasoningFormat, ToolFormat
 from axlearn_plugins_serving.parsers.chain import Chain, FirstCall
+from axlearn_plugins_serving.parsers.selection import NONE, choose_reasoning_format, choose_tool_format
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.conversation import Conversation, ToolUse
 from axlearn_plugins_serving.server.forced_calls import ForcedCallParser
 from axlearn_plugins_serving.server.staged_constraint import Stages
+from axlearn_plugins_transformer.text.processor import TextProcessor
 
 
 @attrs.frozen
@@ -25,6 +27,25 @@ class AnswerFormats:
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     leaves_calls: bool = False
+
+
+def choose_formats(text: TextProcessor, tool_parser: str | None, reasoning_parser: str | None) -> AnswerFormats:
+    """Return the formats of a model.
+
+    Args:
+        text: Text processor of the model.
+        tool_parser: Name of the format of tool calls. None chooses it by the chat template; `none` does not parse calls.
+        reasoning_parser: Name of the format of the reasoning, as for `tool_parser`.
+
+    Raises:
+        RequestError: If a name is unknown, or if several formats match the template.
+    """
+    template = text.template.source if text.has_template else None
+    return AnswerFormats(
+        choose_tool_format(template, tool_parser),
+        choose_reasoning_format(template, reasoning_parser),
+        leaves_calls=tool_parser == NONE,
+    )
 
 
 @attrs.frozen(kw_only=True)

@@ -125,12 +125,9 @@ class _Answers:
         return {**head, "choices": choices, "usage": self.job.usage.as_json()}
 
     def _choice(self, choice: Choice, answer: AnswerBlocks, tokens: "_Tokens") -> dict[str, Any]:
-        text, reasoning = answer.join("text"), answer.join("reasoning")
-        fields: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if calls := answer.tool_calls:
-            fields |= {"content": text or None, "tool_calls": calls}
-        if reasoning and self.body.include_reasoning is not False:
-            fields["reasoning_content"] = reasoning
+        fields = {"refusal": None, **answer.message}
+        if self.body.include_reasoning is False:
+            fields.pop("reasoning_content", None)
         return {
             "index": choice.index,
             "message": fields,

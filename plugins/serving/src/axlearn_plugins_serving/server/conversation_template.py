@@ -75,7 +75,7 @@ def render_conversation(template: ChatTemplate, conversation: Conversation, opti
         InputError: The template rejects the conversation.
         ApiError: 400 if the last message cannot be continued.
     """
-    messages = [_fit_role(message, template.source) for message in conversation.messages]
+    messages = [fit_role(message, template.source) for message in conversation.messages]
     tools = list(conversation.use.tools) or None
     if not conversation.continues:
         return template.render(
@@ -91,7 +91,7 @@ def render_conversation(template: ChatTemplate, conversation: Conversation, opti
     return RenderedChat(rendered[:position])
 
 
-def _fit_role(message: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def fit_role(message: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """Return a message with the role `system` instead of `developer` if the template does not know that role."""
     if message.get("role") == "developer" and "developer" not in source:
         return {**message, "role": "system"}

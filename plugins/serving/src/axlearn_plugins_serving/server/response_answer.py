@@ -33,6 +33,7 @@ class ResponseAnswer:
         body: The request.
         job: The engine's request.
         conversation: The messages that the response answers.
+        previous: The stored response that the conversation continues, or None.
         id: Id of the response.
     """
 
@@ -40,6 +41,7 @@ class ResponseAnswer:
     body: ResponseRequest
     job: Job
     conversation: Conversation
+    previous: StoredResponse | None = None
     id: str = attrs.field(init=False)
     _blocks: AnswerBlocks = attrs.field(factory=AnswerBlocks, init=False)
     _scores: TextScores = attrs.field(factory=TextScores, init=False)
@@ -203,7 +205,7 @@ class ResponseAnswer:
         stored = StoredResponse(response, sent, messages)
         async with self._writing:
             try:
-                await asyncio.to_thread(self.service.responses.put, stored)
+                await asyncio.to_thread(self.service.responses.put, stored, self.previous)
             except RecordTooLargeError as error:
                 raise ApiError(400, f"store: {error}", param="store", code="response_too_large") from None
             except Exception:

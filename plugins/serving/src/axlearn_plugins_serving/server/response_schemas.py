@@ -382,3 +382,4 @@ class EngineStatistics(BaseModel):
     host_seconds: float
     drafted_tokens: int
     accepted_tokens: int
+    drafter: str | None

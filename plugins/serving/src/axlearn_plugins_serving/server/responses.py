@@ -35,8 +35,8 @@ async def create_response(request: HttpRequest) -> HttpResponse:
     service: Service = request.app.state.service
     body = await read_json(ResponseRequest, request)
     service.adapter(body.model)
-    conversation, stored_size = await _conversation(service, body)
-    prompt = await service.render(conversation, len(await request.body()) + stored_size)
+    conversation, previous = await _conversation(service, body)
+    prompt = await service.render(conversation, len(await request.body()) + _size(previous))
     wants_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
     fields = SamplingFields(
         model=body.model,
@@ -55,7 +55,7 @@ async def create_response(request: HttpRequest) -> HttpResponse:
         reader=new_reader(service.formats, conversation, prompt.text, stream=bool(body.stream)),
         param="input",
     )
-    answer = ResponseAnswer(service, body, job, conversation)
+    answer = ResponseAnswer(service, body, job, conversation, previous)
     if body.stream:
         return EventStream(answer.events(), job)
     if body.background:
@@ -68,8 +68,8 @@ async def count_input_tokens(request: HttpRequest) -> HttpResponse:
     service: Service = request.app.state.service
     body = await read_json(ResponseInputTokens, request)
     service.adapter(body.model)
-    conversation, stored_size = await _conversation(service, body)
-    prompt = await service.render(conversation, len(await request.body()) + stored_size, limited=False)
+    conversation, previous = await _conversation(service, body)
+    prompt = await service.render(conversation, len(await request.body()) + _size(previous), limited=False)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
 
@@ -121,9 +121,14 @@ def _unknown(service: Service, id: str) -> str:
     )
 
 
-async def _conversation(service: Service, body: ResponseInput) -> tuple[Conversation, int]:
-    """Return the conversation, and the size in bytes of its stored part."""
-    stored_size = 0
+def _size(stored: StoredResponse | None) -> int:
+    """Return the size in bytes of a response with its conversation."""
+    return 0 if stored is None else stored.size
+
+
+async def _conversation(service: Service, body: ResponseInput) -> tuple[Conversation, StoredResponse | None]:
+    """Return the conversation, and the stored response that it continues."""
+    stored = None
     messages: list[Any] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if body.previous_response_id is not None:
         stored = await asyncio.to_thread(service.responses.get, body.previous_response_id)
@@ -134,7 +139,6 @@ async def _conversation(service: Service, body: ResponseInput) -> tuple[Conversa
             message = "previous_response_id: the response is not complete yet"
             raise ApiError(400, message, param="previous_response_id", code="previous_response_incomplete")
         messages += stored.messages
-        stored_size = stored.size
     messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else item_messages(body.input)
     choice = body.tool_choice
     if isinstance(choice, ResponseToolName):
@@ -152,7 +156,7 @@ async def _conversation(service: Service, body: ResponseInput) -> tuple[Conversa
         effort=body.reasoning.effort if body.reasoning is not None else None,
         param="input",
     )
-    return conversation, stored_size
+    return conversation, stored
 
 
 def _format(body: ResponseRequest) -> ResponseFormat | None:

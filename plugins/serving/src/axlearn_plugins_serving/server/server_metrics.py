@@ -28,10 +28,13 @@ COUNTERS = {
     "steps": "Steps of the engine.",
     "compilations": "Functions compiled after warm-up; any value but 0 is a bug.",
     "step_seconds": "Seconds spent submitting steps to the runner and waiting for it.",
-    "drafted_tokens": "Tokens that the drafter proposed.",
-    "accepted_tokens": "Drafted tokens that the model accepted.",
     "host_seconds": "Seconds spent planning steps and reading results while the devices compute.",
 }
+DRAFT_COUNTERS = {
+    "drafted_tokens": "Tokens that the drafter proposed.",
+    "accepted_tokens": "Drafted tokens that the model accepted.",
+}
+"""Counters with a label `drafter`, which is empty if the engine has no drafter."""
 
 
 VLLM_NAMES = {
@@ -150,6 +153,16 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"axlearn_{name}", help, value=values[name])
         for name, help in COUNTERS.items():
             yield CounterMetricFamily(f"axlearn_{name}", help, value=values[name])
+        drafter = statistics.drafter or ""
+        for name, help in DRAFT_COUNTERS.items():
+            family = CounterMetricFamily(f"axlearn_{name}", help, labels=("drafter",))
+            family.add_metric((drafter,), values[name])
+            yield family
+        if (rate := statistics.acceptance_rate) is not None:
+            help = "Share of the drafted tokens that the model accepted."
+            gauge = GaugeMetricFamily("axlearn_acceptance_rate", help, labels=("drafter",))
+            gauge.add_metric((drafter,), rate)
+            yield gauge
         usage = statistics.used_blocks / statistics.blocks if statistics.blocks else 0.0
         yield GaugeMetricFamily("axlearn_cache_usage", "Share of the cache's blocks that requests hold.", value=usage)
         looked_up = "Prompt tokens that were looked up in the cache."

@@ -14,8 +14,7 @@ import attrs
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import AxlearnError, RequestError, nearest
 from axlearn_plugins_serving.contracts import QueueFullError, Request, Sampling
-from axlearn_plugins_serving.parsers.selection import NONE, choose_reasoning_format, choose_tool_format
-from axlearn_plugins_serving.server.answer_reader import AnswerFormats, AnswerReader
+from axlearn_plugins_serving.server.answer_reader import AnswerFormats, AnswerReader, choose_formats
 from axlearn_plugins_serving.server.api_errors import ApiError, draining_error
 from axlearn_plugins_serving.server.background import BackgroundResponses
 from axlearn_plugins_serving.server.body_check import BodyCheck
@@ -96,12 +95,7 @@ class Service:
         self.bodies = BodyCheck(self.thread.engine.max_context)
         self.text_limit = TextLimit(self.tokenizer, self.thread.engine.max_context)
         self.grammars = Grammars(self.tokenizer, self.thread.engine.vocab_size)
-        template = self.text.template.source if self.text.has_template else None
-        self.formats = AnswerFormats(
-            choose_tool_format(template, self.tool_parser),
-            choose_reasoning_format(template, self.reasoning_parser),
-            leaves_calls=self.tool_parser == NONE,
-        )
+        self.formats = choose_formats(self.text, self.tool_parser, self.reasoning_parser)
         self.metrics = Metrics(self.name, lambda: self.thread.statistics, start_compilations=self.start_compilations)
 
     @property
@@ -267,7 +261,11 @@ class Service:
             seed=None if fields.seed is None else (fields.seed + index) % 2**63,
             presence_penalty=float(fields.presence_penalty or 0.0),
             frequency_penalty=float(fields.frequency_penalty or 0.0),
-            repetition_penalty=float(fields.repetition_penalty or 1.0),
+            repetition_penalty=float(
+                defaults.get("repetition_penalty", 1.0)
+                if fields.repetition_penalty is None
+                else fields.repetition_penalty
+            ),
             min_tokens=fields.min_tokens or 0,
             logit_bias={int(token): float(bias) for token, bias in (fields.logit_bias or {}).items()},
             stop_tokens=frozenset(fields.stop_token_ids or ()),

@@ -39,6 +39,7 @@ def examine(names: Registry) -> Iterator[Finding]:
         "launchers": lambda entry: entry.load(),
         "properties": lambda entry: entry.load(),
         "reasoning_parsers": lambda entry: entry.load(),
+        "report_sections": lambda entry: entry.load(),
         "tool_parsers": lambda entry: entry.load(),
         "features": lambda entry: names.feature(entry.name),
         "experiments": lambda entry: names.experiment(entry.name),

@@ -3,7 +3,7 @@
 import collections
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -35,12 +35,14 @@ class ConsoleTracker(Configurable):
 
         Attributes:
             every_seconds: Minimum time between two plain lines. 0 prints every logged step.
+            values: Names of other logged values to show, such as `grad_norm`.
         """
 
         every_seconds: float = setting(default=0.0, ge=0)
+        values: tuple[str, ...] = setting(default=(), hide_default=True)
 
     def __init__(self, cfg: Config, *, console: Console | None = None):
-        self._every_seconds = cfg.every_seconds
+        self._every_seconds, self._names = cfg.every_seconds, cfg.values
         self._console = console or Console(stderr=True, highlight=False)
         self._bar: _TerminalBar | NotebookBar | None = None
         self._max_steps = 0
@@ -76,12 +78,12 @@ class ConsoleTracker(Configurable):
         now = time.monotonic()
         self._seen.append((now, step))
         if self._bar is not None:
-            self._bar.update(step, _status(values), self._ends_at(values))
+            self._bar.update(step, _status(values, self._names), self._ends_at(values))
         elif now - self._printed >= self._every_seconds or step >= self._max_steps:
             self._printed = now
             ends_at = self._ends_at(values)
             eta = "" if ends_at is None or step >= self._max_steps else f"  ETA {clock(ends_at - now)}"
-            self._print(Text(f"{self._step(step)}  {_status(values)}{eta}"))
+            self._print(Text(f"{self._step(step)}  {_status(values, self._names)}{eta}"))
 
     def text(self, step: int, name: str, value: str) -> None:
         """Print a sample with its control characters escaped."""
@@ -150,8 +152,8 @@ class _Remaining(ProgressColumn):
         )
 
 
-def _status(values: Mapping[str, float]) -> str:
-    """Format the columns of one logged step, with constant width."""
+def _status(values: Mapping[str, float], names: Sequence[str] = ()) -> str:
+    """Format the columns of one logged step, with constant width. `names` are additional values."""
     parts = [f"loss {values['loss']:7.4f}"]
     if "tokens_per_second" in values:
         parts.append(f"{values['tokens_per_second']:>9,.0f} tokens/s")
@@ -159,6 +161,7 @@ def _status(values: Mapping[str, float]) -> str:
         parts.append(f"{values['step_seconds']:7.3f} s/step")
     if "mfu" in values:
         parts.append(f"MFU {100 * values['mfu']:4.1f}%")
+    parts += [f"{name} {values[name]:<7.4g}" for name in names if name in values]
     return "  ".join(parts)
 
 

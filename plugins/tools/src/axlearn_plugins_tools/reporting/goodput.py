@@ -7,6 +7,8 @@ from typing import Any
 
 import attrs
 
+PRODUCTIVE = ("rollout", "step")
+"""Phases that count as productive, if their steps were kept. A rollout samples the data of a step."""
 BADPUT = {
     "start": "start: imports, building components",
     "restore": "restore: reading a checkpoint",
@@ -104,14 +106,14 @@ def compute_goodput(attempts: Sequence[Attempt]) -> Goodput:
     """
     seconds = dict.fromkeys(("productive", *BADPUT), 0.0)
     for attempt, following in itertools.zip_longest(attempts, attempts[1:]):
-        stepping = attempt.seconds.get("step", 0.0)
+        stepping = sum(attempt.seconds.get(phase, 0.0) for phase in PRODUCTIVE)
         trained = attempt.last_step - attempt.first_step
         repeated = max(0, attempt.last_step - following.first_step) if following else 0
         lost = stepping * min(1.0, repeated / trained) if trained else stepping
         seconds["productive"] += stepping - lost
         seconds["lost"] += lost
         for phase, value in attempt.seconds.items():
-            if phase != "step":
+            if phase not in PRODUCTIVE:
                 key = phase if phase in BADPUT else "start"
                 seconds[key] += value
         if following:

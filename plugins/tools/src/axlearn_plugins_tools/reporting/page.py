@@ -11,6 +11,7 @@ import numpy as np
 
 from axlearn_core.config.html import fold
 from axlearn_core.errors import counted
+from axlearn_core.plugins.registry import registry
 from axlearn_core.run.record import write_whole
 from axlearn_core.train.trackers import writing
 from axlearn_plugins_tools.reporting.charts import Series, histogram, line_chart, short, smooth, text
@@ -106,12 +107,28 @@ def _sections(run: Run) -> list[tuple[str, str]]:
         ("Throughput", _throughput(run)),
         ("Step time", _step_times(run)),
         ("Goodput", _goodput(run)),
+        *_plugin_sections(run),
         ("Other values", _other_values(run)),
         ("Samples", _samples(run)),
         ("Config", _config(run)),
         ("Environment", _environment(run)),
     ]
     return [(name, content) for name, content in sections if content]
+
+
+def _plugin_sections(run: Run) -> list[tuple[str, str]]:
+    """Return the sections that plugins register as `axlearn.report_sections`: functions from a `Run` to HTML.
+
+    An entry point named `my-section` has the title "My section". A section that fails shows its error.
+    """
+    sections = []
+    for entry in registry().entries("report_sections"):
+        try:
+            content = entry.load()(run)
+        except Exception as error:  # a plugin may raise anything, and the rest of the page does not need it
+            content = f'<p class="sub">{text(entry.wrap_error("cannot draw its section", error))}</p>'
+        sections.append((entry.name.replace("-", " ").capitalize(), content))
+    return sections
 
 
 def render(run: Run) -> str:
@@ -264,12 +281,12 @@ def _goodput(run: Run) -> str:
         labels = {"productive": "productive: steps that were kept", **BADPUT}
         shares = [(labels[k], v) for k, v in goodput.seconds.items() if v >= 0.0005 * goodput.total]
         rows = [(name, f"{clock(v)} ({v / goodput.total:.1%})") for name, v in sorted(shares, key=lambda s: -s[1])]
-        parts.append(_table(rows) if goodput.total else "")
+        parts.append(table(rows) if goodput.total else "")
     if len(run.attempts) > 1:
-        parts.append(_table([_attempt(number, attempt) for number, attempt in enumerate(run.attempts, 1)]))
+        parts.append(table([_attempt(number, attempt) for number, attempt in enumerate(run.attempts, 1)]))
     tables = f'<div class="split wide">{"".join(parts)}</div>' if any(parts) else ""
     incidents = [(f"{i.get('time', '')} {i.get('rule', '')}", i["message"]) for i in run.incidents[-_SAMPLES:]]
-    return tables + (f"<h3>Incidents</h3>{_table(incidents)}" if incidents else "")
+    return tables + (f"<h3>Incidents</h3>{table(incidents)}" if incidents else "")
 
 
 def _attempt(number: int, attempt: Attempt) -> tuple[str, str]:
@@ -349,13 +366,14 @@ def _environment(run: Run) -> str:
     skipped = {"provenance", "versions", "experiment", "parameters", "trained_parameters", "devices"}
     rows = [(k, v) for k, v in run.lock.items() if k not in skipped and v not in (None, {}, [], "")]
     versions = run.lock.get("versions")
-    parts = [_table([(k, _flat(v)) for k, v in rows])]
+    parts = [table([(k, _flat(v)) for k, v in rows])]
     if isinstance(versions, Mapping) and versions:
-        parts.append(_table([(k, str(v)) for k, v in versions.items()]))
+        parts.append(table([(k, str(v)) for k, v in versions.items()]))
     return f'<div class="split wide">{"".join(parts)}</div>' if any(parts) else ""
 
 
-def _table(rows: Sequence[tuple[str, str]]) -> str:
+def table(rows: Sequence[tuple[str, str]]) -> str:
+    """Return an HTML table with a header cell and a value in each row, as plain text. Empty if there are no rows."""
     cells = "".join(f"<tr><th>{text(k)}</th><td>{text(v)}</td></tr>" for k, v in rows)
     return f"<table>{cells}</table>" if cells else ""
 

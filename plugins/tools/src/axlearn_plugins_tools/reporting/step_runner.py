@@ -18,7 +18,7 @@ from axlearn_core.contracts.capabilities import DescribesPosition, LoadsInitialW
 from axlearn_core.run import Run
 from axlearn_core.run.stored_config import CHECKPOINTS
 from axlearn_core.train.data_facts import plain_facts
-from axlearn_core.train.objective import FrozenWeights
+from axlearn_core.train.objective import ObjectiveWeights
 
 HostBatch = Mapping[str, np.ndarray]
 
@@ -86,7 +86,7 @@ class StepRunner:
         if start:
             state, extra = restore_state(checkpointer, program, start)
         else:
-            state, extra = FrozenWeights.open(program).load(program.init(config.seed)), {}
+            state, extra = ObjectiveWeights.open(program).load(program.init(config.seed)), {}
         return cls(program=program, batches=batches, state=state, start=start, extra=extra, facts=facts)
 
     def recorded_facts(self, lock: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -139,7 +139,7 @@ def restore_state(checkpointer: Any, program: Program, step: int) -> tuple[Any, 
     state, extra = read_checkpoint(checkpointer, step, program.state)
     if extra.get(WEIGHTS_ONLY):
         config: Any = program.config
-        state = FrozenWeights.open(program).load(program.begin(config.seed, state))
+        state = ObjectiveWeights.open(program).load(program.begin(config.seed, state))
     return state, extra
 
 

@@ -17,7 +17,12 @@ from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.attention import PositionEncoding, bias_of, cached_slots, score_scale, window_of
-from axlearn_plugins_transformer.attention_variants.latent_cache import ContiguousLatentCache, LatentCache, SeenLatents
+from axlearn_plugins_transformer.attention_variants.latent_cache import (
+    ContiguousLatentCache,
+    ExpandsLatents,
+    LatentCache,
+    SeenLatents,
+)
 from axlearn_plugins_transformer.attention_variants.lightning_indexer import Indexer
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Mask, visible
@@ -133,9 +138,13 @@ class LatentAttention(Layer):
         With an indexer, it is a pair of these entries and the indexer's.
         """
         layout, mask = build_cache(self.cfg.latent_cache), cached_mask(self.mask)
-        spec = layout.spec(self.rank + self.rope_dim, self.precision.compute, mask.reach())
+        dtype, reach = self.precision.compute, mask.reach()
+        if isinstance(layout, ExpandsLatents):
+            spec = layout.expanded_spec(self.cfg.num_heads, self.head_dim + self.rope_dim, dtype, reach)
+        else:
+            spec = layout.spec(self.rank + self.rope_dim, dtype, reach)
         if self.cfg.indexer is not None:
-            spec = spec, self.indexer.cache_spec(layout, mask.reach())
+            spec = spec, self.indexer.cache_spec(layout, reach)
         return declare_prefix(spec, mask)
 
     def mask(self, context: Context) -> Mask:
@@ -187,14 +196,14 @@ class LatentAttention(Layer):
 
         Return [B, S, N, U] and the new cache.
         """
-        absorbed = entries.shape[1] == 1
+        layout = build_cache(self.cfg.latent_cache)
+        absorbed = entries.shape[1] == 1 and not _expands(layout)
 
         def attention(slots_view: SeenLatents) -> AttentionOp:
             latents, k_rope = slots_view.latents[..., : self.rank], slots_view.latents[..., None, self.rank :]
             build = self._attend_absorbed if absorbed else self._attend_expanded
             return build(q, q_rope, latents, k_rope, context, mask, slots_view.slots)
 
-        layout = build_cache(self.cfg.latent_cache)
         y, cache = layout.attend(cache, entries, cached_slots(context), attention, self.cfg.kernel)
         return (self._values(y) if absorbed else y), cache
 
@@ -274,3 +283,8 @@ def _affine(projection: Any, rank: int, dtype: str) -> tuple[jax.Array, jax.Arra
         return projection.computed(projection.weight), None if bias is None else projection.computed(bias)
     units = projection(jnp.eye(rank + 1, rank, dtype=dtype))
     return units[:-1] - units[-1:], units[-1]
+
+
+def _expands(layout: object) -> bool:
+    """Return whether a cache layout stores the keys and values of every head."""
+    return isinstance(layout, ExpandsLatents)

@@ -1,7 +1,7 @@
 """Caches of latent attention: one short vector per token, shared by all heads."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,18 @@ class LatentCache(Protocol):
 
     def write(self, cache: Any, latents: jax.Array, slots: Any) -> tuple[Any, ReadLatents]:
         """Write the new latents, as `attend` does, and return the new cache and a way to read it."""
+        ...
+
+
+@runtime_checkable
+class ExpandsLatents(Protocol):
+    """A layout that stores the keys and values of every head, as training computes them.
+
+    Its `attend` calls `attention` with the new latents, and expects an op with the keys and values of every head.
+    """
+
+    def expanded_spec(self, num_heads: int, head_dim: int, dtype: str, window: int | None = None) -> Any:
+        """Return a pytree of `CacheEntry`; see `KVCache.spec`."""
         ...
 
 

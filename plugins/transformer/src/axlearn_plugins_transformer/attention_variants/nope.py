@@ -36,13 +36,13 @@ class NoPositions(Feature):
             expected="a layer with a slot `Node[PositionEncoding]`",
             fix="leave nope out, or annotate the attention's slot as `Node[PositionEncoding]`",
         )
-        return fill_slots(cfg, PositionEncoding, self._alternate, no_match=no_match)
+        return fill_slots(cfg, PositionEncoding, lambda _, old: self._alternate(old), no_match=no_match)
 
-    def _alternate(self, path: str, old: Any) -> Node[Any]:
+    def _alternate(self, old: Any) -> Node[Any]:
         if old is None:
             raise ConfigError(
                 Problem(
-                    path=path,
+                    path="",
                     message="has no position encoding that nope could remove",
                     fix="leave nope out, or add a position encoding first: --with rope",
                 )
@@ -53,7 +53,7 @@ class NoPositions(Feature):
             if last is not None or old.first or not encodings or any(part != encodings[0] for part in encodings):
                 raise ConfigError(
                     Problem(
-                        path=path,
+                        path="",
                         message="nope cannot change position encodings that already vary by layer in another pattern",
                         fix="leave nope out, or set this to one encoding",
                     )

@@ -5,7 +5,7 @@ from axlearn_core.plugins.hookspecs import hookimpl
 
 _MODULE = "axlearn_plugins_transformer.kernels.attention"
 _PAGED = "axlearn_plugins_transformer.kernels.paged_attention"
-_DOTS_ONLY = {"cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}}
+DOTS_ONLY = {"cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}}
 """Restricts YNNPACK to matrix multiplications. By default, XLA on CPUs also uses it for other operations on 4,096 elements or
 more, with results that differ from those of smaller operations. A norm's 1 / sqrt(mean) would then depend on the batch size."""
 
@@ -37,7 +37,7 @@ def axlearn_kernels() -> list[KernelImplementation]:
             op=op,
             load=f"axlearn_plugins_transformer.kernels.invariant:{attribute}",
             priority=-1,
-            compiler_options=_DOTS_ONLY,
+            compiler_options=DOTS_ONLY,
             extras=("sinks", "mask"),
         )
         for op, attribute in (

@@ -50,7 +50,7 @@ class PagedAttentionOp(Op[jax.Array]):
     Attributes:
         query: New tokens of request 0, then of request 1, and so on, [T, N, H]. Tokens after the last request are unused.
         pages: Keys and values including those of the new tokens, [P, S, 2 G, H]. Head g has its keys at 2 g and its values
-            at 2 g + 1. With `value_size`, only keys, [P, S, G, H].
+            at 2 g + 1. With `value_size`, only keys, [P, S, G, H]; see there for `heads_first`.
         table: Pages of each request in token order, int32 [R, M]. Unused entries are arbitrary.
         lengths: Tokens of each request including new ones, int32 [R].
         starts: Index of each request's first new token, int32 [R + 1]. The last entry is the end of the last request.
@@ -62,7 +62,8 @@ class PagedAttentionOp(Op[jax.Array]):
         softcap: Bound on the scores, applied with a tanh: (-softcap, softcap). None does not cap them.
         bias: Bias added to the scores, indexed by position in the request, or None.
         value_size: Use the first `value_size` elements of the keys as values (latent attention). None stores values
-            separately.
+            separately. With `heads_first`, values are always separate, and `value_size` is their size if it is not H; the rest of
+            their slots is padding.
         heads_first: Whether pages are [P, 2, G, S, H], with all keys of a page before all values. This is the fastest
             layout for processors without matrix units.
         scales: Factors applied to the elements of narrow pages, float32 [P, S, 2 G] or [P, 2, G, S]. None for unscaled pages.
@@ -116,7 +117,7 @@ class PagedAttentionOp(Op[jax.Array]):
         """
         pages = self._scaled_pages(numbers)
         if self.heads_first:
-            return pages[..., 0, :, :, :], pages[..., 1, :, :, :]
+            return pages[..., 0, :, :, :], pages[..., 1, :, :, : self.value_size]
         pages = jnp.swapaxes(pages, -3, -2)
         if self.value_size is not None:
             return pages, pages[..., : self.value_size]

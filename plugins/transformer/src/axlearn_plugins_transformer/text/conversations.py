@@ -107,16 +107,22 @@ class ConversationRecords:
 
     @classmethod
     def from_files(
-        cls, files: Sequence[DataFile], keep: Callable[[str], bool] = lambda line: True
+        cls,
+        files: Sequence[DataFile],
+        keep: Callable[[str], bool] = lambda line: True,
+        check: Callable[[Any, str], None] | None = None,
     ) -> "ConversationRecords":
         """Read every file once and check every row.
 
-        Return the rows whose content passes `keep`.
+        Args:
+            files: The files.
+            keep: Returns True for the content of the rows to return.
+            check: Used instead of the class's `check`.
         """
-        entries = []
+        check, entries = check or cls.check, []
         for owner, file in enumerate(files):
             for row in rows(file):
-                cls.check(row.value, row.location)
+                check(row.value, row.location)
                 if keep(json.dumps(row.value, sort_keys=True)):
                     entries.append((owner, row.number, row.offset, row.size))
         columns = np.array(entries, np.int64).reshape(-1, 4).T
@@ -177,6 +183,10 @@ class ChatFiles(Configurable):
 
     records: ClassVar[type[ConversationRecords]] = ConversationRecords
 
+    def check(self, row: Any, location: str) -> None:
+        """Raise `InputError` with the `location` if a row is invalid. A subclass can read other kinds of rows."""
+        self.records.check(row, location)
+
     def __init__(self, cfg: Config):
         fraction = cfg.validation_fraction
         trained, held_out = list_files(many(cfg.paths)), list_files(many(cfg.validation_paths))
@@ -192,5 +202,5 @@ class ChatFiles(Configurable):
         return self._parts[split]
 
     def _part(self, files: tuple[DataFile, ...], keep: Callable[[str], bool] = lambda row: True) -> tuple[Part, ...]:
-        records = self.records.from_files(files, keep)
+        records = self.records.from_files(files, keep, self.check)
         return (Part(records, 1.0, files),) if len(records) else ()

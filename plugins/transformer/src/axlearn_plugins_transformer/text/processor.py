@@ -4,7 +4,7 @@ Training, evaluation, serving and export share it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -22,8 +22,11 @@ SAMPLING: Mapping[str, tuple[float, float]] = {
     "top_k": (1, 2**31 - 1),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
 }
 """Name of a sampling setting -> (minimum, maximum)."""
+GREEDY_SAMPLING = ("temperature", "repetition_penalty")
+"""The settings that change outputs even if the most likely token is always chosen."""
 
 
 class TextProcessor(Configurable):
@@ -34,8 +37,9 @@ class TextProcessor(Configurable):
         template: Chat template that renders requests with the current time.
         has_template: Whether the model has a chat template or was trained with one. If not, `template` is the plain one.
         end_tokens: Ids that end an output: the end-of-document token and any other end tokens, such as an end-of-turn token.
-        sampling: The model's sampling defaults: temperature, top_k, top_p, min_p.
+        sampling: The model's sampling defaults, by the names in `SAMPLING`.
         context_length: Context length of the model in tokens, or None if unknown.
+        pooling: Pooling of hidden states to embeddings, or None; see `Config`.
     """
 
     @node
@@ -44,14 +48,17 @@ class TextProcessor(Configurable):
 
         Attributes:
             end_tokens: Ids that end an output, in addition to the tokenizer's end-of-document token.
-            sampling: Sampling defaults by name: temperature, top_k, top_p, min_p.
+            sampling: Sampling defaults, by the names in `SAMPLING`.
             context_length: Context length of the model in tokens, or None if unknown.
+            pooling: Pooling of hidden states that the model was trained for: their mean, the last or the first one. None if it was
+                not trained for embeddings.
             template: Chat template. None uses the template of the input, or the one next to the tokenizer's file.
         """
 
         end_tokens: tuple[int, ...] = ()
         sampling: Mapping[str, float] = {}  # nodes are frozen
         context_length: int | None = setting(default=None, ge=1)
+        pooling: Literal["mean", "last", "cls"] | None = None
         template: Node[ChatTemplate] | None = None
 
         def validate(self) -> Iterable[Problem]:
@@ -82,7 +89,7 @@ class TextProcessor(Configurable):
         self.has_template = cfg.template is not None or not template.is_plain
         self.end_tokens = frozenset({tokenizer.eos_id, *cfg.end_tokens})
         self.sampling = {name: int(value) if name == "top_k" else value for name, value in cfg.sampling.items()}
-        self.context_length = cfg.context_length
+        self.context_length, self.pooling = cfg.context_length, cfg.pooling
         self._decoders = Decoders(tokenizer)
 
     @property

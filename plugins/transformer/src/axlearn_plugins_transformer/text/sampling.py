@@ -94,7 +94,7 @@ class SampleEvaluator(Periodic):
         if self._engine is None:
             self._engine = _open_engine(model, session.program, text, cfg.count, len(prompt) + cfg.max_tokens)
         else:
-            self._engine.update_weights(model)
+            self._engine.update_weights(model, share=True)
         [result] = self._engine.generate(
             [prompt],
             n=cfg.count,

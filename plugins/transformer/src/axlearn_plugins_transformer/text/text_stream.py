@@ -15,7 +15,7 @@ from axlearn_core.train.inference import LoadedModel
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 from axlearn_plugins_transformer.text.tokenizers import check_ids
 
-PLAIN_SAMPLING: Mapping[str, Any] = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+PLAIN_SAMPLING: Mapping[str, Any] = {"top_k": None, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sampling options that override all defaults of the model."""
 
 
@@ -67,8 +67,11 @@ def stream_text(
     """
     text = _processor(loaded)
     options: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, **sampling_defaults(text, temperature)}
-    if options.pop("top_p", 1.0) < 1 or options.pop("min_p", 0.0) > 0:
-        log_message("note: without the serving engine, the model's top_p and min_p are not applied")
+    ignored = {name: options.pop(name) for name in ("top_p", "min_p", "repetition_penalty") if name in options}
+    if names := [f"{name} {value:g}" for name, value in ignored.items() if value != PLAIN_SAMPLING[name]]:
+        log_message(
+            f"note: without the serving engine, the model's sampling defaults are not applied: {', '.join(names)}"
+        )
     return continue_text(text, loaded.model, prompt, program=loaded.program, **options)
 
 

@@ -1,5 +1,6 @@
 """Shrink a config until a laptop can train it, without losing what makes it special."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
@@ -337,6 +338,7 @@ def synthetic_batch(config: Any, seed: int) -> dict[str, np.ndarray]:
     """Return a random batch in the shapes that the input of a config declares.
 
     Rows of tokens contain several documents if the input declares `segment_ids`. A tenth of the tokens have no weight in the loss.
+    Log-probabilities (`..._logprobs`) are those of random tokens, give or take 1, and a `temperature` is near 1.
 
     Raises:
         ConfigError: If the input does not declare its batches.
@@ -352,8 +354,15 @@ def synthetic_batch(config: Any, seed: int) -> dict[str, np.ndarray]:
         if name not in batch and np.issubdtype(np.dtype(dtype), np.integer):
             batch[name] = rng.integers(0, classes, shape).astype(dtype)
         elif name not in batch:
-            batch[name] = rng.normal(size=shape).astype(dtype)
+            batch[name] = _values(rng, name, shape, _vocabulary(config)).astype(dtype)
     return {name: batch[name] for name in shapes}
+
+
+def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...], vocabulary: int) -> np.ndarray:
+    """Return random values for an array of numbers."""
+    if name.endswith("_logprobs"):
+        return np.minimum(rng.normal(-math.log(vocabulary), 1.0, shape), 0.0)
+    return rng.uniform(0.5, 1.5, shape) if name == "temperature" else rng.normal(size=shape)
 
 
 ROWS = ("tokens", "targets", "segment_ids", "positions", "weights")

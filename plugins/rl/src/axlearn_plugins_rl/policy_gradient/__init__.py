@@ -1,0 +1,1 @@
+"""The policy-gradient objective, and the terms that it is composed of."""
