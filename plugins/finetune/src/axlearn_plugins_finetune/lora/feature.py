@@ -122,7 +122,7 @@ def without_adapters(cfg: Tree) -> Tree:
     return result if len(others) == len(rules) else patch(result, {"learner.rules": others})
 
 
-def _without_frozen(rules: Iterable[ParameterRule]) -> tuple[ParameterRule, ...]:
+def _without_frozen(rules: Iterable[Node[Any]]) -> tuple[Node[Any], ...]:
     return tuple(r for r in rules if r not in (FROZEN, FROZEN_WITH_OBJECTIVE))
 
 
