@@ -106,7 +106,7 @@ TPU_TARGETS = {
 """A TPU target that fits, by experiment."""
 UNPLANNED = frozenset(
     """
-    gemma4-e2b gemma4-e4b nemotron-nano-9b-v2 nemotron3-nano-30b-a3b
+    gemma3n-e2b gemma3n-e4b gemma4-e2b gemma4-e4b nemotron-nano-9b-v2 nemotron3-nano-30b-a3b
     """.split()  # noqa: SIM905
 )
 """Experiments that were not compiled for any target yet."""

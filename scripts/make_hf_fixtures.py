@@ -167,10 +167,10 @@ GRANITE = {
     "logits_scaling": 0.5,
 }
 
-TEXT_MODELS = {"Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"}
+TEXT_MODELS = {"Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"}
 """Multimodal models. Their text models have separate config classes."""
 
-SMALL = {"Gemma4": ("q_norm", "per_layer_input_gate")}
+SMALL = {"Gemma4": ("q_norm", "per_layer_input_gate"), "Gemma3n": ("q_norm", "per_layer_input_gate")}
 """Small weights: these models do not scale attention scores, or normalize the output of a gate."""
 
 # name -> (class, config, options): shards, gradients, a model_type that transformers does not have, names of published
@@ -184,6 +184,11 @@ MODELS = {
     "gemma2": ("Gemma2", {**GEMMA, "num_hidden_layers": 4, "attn_logit_softcapping": 5.0,
                           "final_logit_softcapping": 6.0}, {"gradients": True}),
     "gemma3": ("Gemma3", {**GEMMA, "num_hidden_layers": 7}, {}),
+    "gemma3n": ("Gemma3n", {"head_dim": 8, "sliding_window": 8, "intermediate_size": 16, "num_hidden_layers": 5,
+                            "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+                            "layer_types": [WINDOWED, WINDOWED, GLOBAL, WINDOWED, GLOBAL], "laurel_rank": 6,
+                            "activation_sparsity_pattern": [0.8, 0.8, 0.0, 0.0, 0.0], "vocab_size_per_layer_input": VOCAB - 16,
+                            "final_logit_softcapping": 6.0}, {}),
     "gemma4": ("Gemma4", {**GEMMA4, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
                           "layer_types": [WINDOWED, WINDOWED, GLOBAL, WINDOWED, GLOBAL],
                           "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,

@@ -29,9 +29,9 @@ SIZES = {
 PUBLISHED = frozenset(
     """
     deepseek-v2-lite deepseek-v3 gemma2-2b gemma2-9b gemma3-4b gpt2-1.5b gpt2-124m mistral-7b mixtral-8x7b qwen2.5-7b qwen3-8b
-    gpt-oss-20b gpt-oss-toy qwen3-next-80b-a3b qwen3-next-toy gemma4-26b-a4b gemma4-31b gemma4-e2b gemma4-e4b
-    glm4.5-air glm4.6 glm4.7-flash glm-5 kimi-k2 deepseek-v3.2 dots1 k-exaone ernie4.5-21b-a3b granite3.1-3b-a800m qwen2-57b-a14b
-    minimax-m2 olmoe-1b-7b hunyuan-a13b llama4-scout llama4-maverick
+    gpt-oss-20b gpt-oss-toy qwen3-next-80b-a3b qwen3-next-toy gemma3n-e2b gemma3n-e4b gemma4-26b-a4b gemma4-31b gemma4-e2b
+    gemma4-e4b glm4.5-air glm4.6 glm4.7-flash glm-5 kimi-k2 deepseek-v3.2 dots1 k-exaone ernie4.5-21b-a3b granite3.1-3b-a800m
+    qwen2-57b-a14b minimax-m2 olmoe-1b-7b hunyuan-a13b llama4-scout llama4-maverick
     apertus-8b gemma-2b gemma-7b gpt-neox-20b helium1-2b minitron-4b olmo-1b olmo-7b pythia-1.4b stablelm-3b stablelm2-1.6b
     afm-4.5b command-r-35b command-r7b ernie4.5-0.3b exaone4-1.2b exaone4-32b glm4-9b glm4-9b-0414 granite3.3-2b
     granite3.3-8b hunyuan-7b olmo2-32b olmo2-7b olmo3-7b phi3-mini phi4 seed-oss-36b smollm3-3b starcoder2-3b starcoder2-7b

@@ -47,6 +47,8 @@ class PerLayerEmbedding(Layer):
 
         Attributes:
             dim: P.
+            num_tokens: Number of tokens that have a row in the table; later ones use the row of token 0 (Gemma 3n). None gives all
+                tokens a row.
             embedding: Table of tokens. It has a row of L P numbers per token.
             projection: Projection of the token embeddings.
             norm: Norm of each projected vector.
@@ -56,6 +58,7 @@ class PerLayerEmbedding(Layer):
         input_dim: int = interface(default=REQUIRED)
         num_layers: int = interface(default=REQUIRED)
         dim: int = setting(default=256, ge=1)
+        num_tokens: int | None = setting(default=None, ge=1, hide_default=True)
         embedding: Node[TokenEmbedding] = Embedding.Config(init=Normal(stddev=0.02))
         projection: Node[Projection] = Linear.Config()
         norm: Node[Norm] = RMSNorm.Config()
@@ -63,7 +66,8 @@ class PerLayerEmbedding(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
         size = cfg.num_layers * cfg.dim
-        self.embedding = self.child(cfg.embedding, rngs=rngs, vocab_size=cfg.vocab_size, dim=size)
+        self.num_tokens = cfg.vocab_size if cfg.num_tokens is None else cfg.num_tokens
+        self.embedding = self.child(cfg.embedding, rngs=rngs, vocab_size=self.num_tokens, dim=size)
         sizes = {"input_dims": (cfg.input_dim,), "output_dims": (size,), "axes": ("embed", "mlp")}
         self.projection = self.child(cfg.projection, rngs=rngs, **sizes)
         self.norm = self.child(cfg.norm, rngs=rngs, dim=cfg.dim)
@@ -75,6 +79,8 @@ class PerLayerEmbedding(Layer):
         def split(x: jax.Array) -> jax.Array:
             return x.reshape(*x.shape[:2], cfg.num_layers, cfg.dim)
 
+        if cfg.num_tokens is not None:
+            tokens = jnp.where(tokens < self.num_tokens, tokens, 0)
         projected = self.norm(split(self.projection(embeddings) * cfg.input_dim**-0.5))
         return jnp.moveaxis((projected + split(self.embedding(tokens)) * cfg.dim**0.5) * 0.5**0.5, 2, 1)
 

@@ -6,6 +6,7 @@ B batch, S positions, D width, F hidden size.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self
 
@@ -82,6 +83,31 @@ class ClampedForm(Node[GatedForm]):
         def combine(gate: jax.Array, up: jax.Array, activation: ActivationFunction, /) -> jax.Array:
             up = jnp.clip(up, -self.limit, self.limit)
             return activation(jnp.minimum(gate, self.limit)) * (up + self.up_offset if self.up_offset else up)
+
+        return combine
+
+
+@node
+class SparseForm(Node[GatedForm]):
+    """`activation(max(gate - cutoff, 0)) * up`, with a cutoff that zeroes about a share `sparsity` of the gate (Gemma 3n).
+
+    The cutoff is the quantile of a normal distribution with the mean and the standard deviation of each position's gate, so this
+    form needs all F numbers of a position at once.
+
+    Attributes:
+        sparsity: Share of the numbers below the cutoff, if they are normally distributed.
+    """
+
+    sparsity: float = setting(default=0.95, gt=0, lt=1)
+
+    def build(self, **_: Any) -> GatedForm:
+        """Return the function."""
+        deviations = statistics.NormalDist().inv_cdf(self.sparsity)
+
+        def combine(gate: jax.Array, up: jax.Array, activation: ActivationFunction, /) -> jax.Array:
+            wide = gate.astype(jnp.promote_types(gate.dtype, jnp.float32))
+            cutoff = wide.mean(-1, keepdims=True) + deviations * wide.std(-1, keepdims=True)
+            return activation(jax.nn.relu(wide - cutoff).astype(gate.dtype)) * up
 
         return combine
 
