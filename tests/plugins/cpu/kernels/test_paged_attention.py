@@ -47,7 +47,9 @@ def test_requests(requests, instructions):
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-@pytest.mark.parametrize("options", [{}, {"window": 45}, {"heads": 2}, {"sinks": SINKS}], ids=lambda x: " ".join(x) or "plain")
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 45}, {"heads": 2}, {"sinks": SINKS}], ids=lambda x: " ".join(x) or "plain"
+)
 def test_consecutive_chunks_of_a_request_give_the_bits_of_one_chunk(options, instructions):
     """The kernel computes such chunks together, but not chunks of another request whose positions happen to fit."""
     if instructions > library.instructions:
