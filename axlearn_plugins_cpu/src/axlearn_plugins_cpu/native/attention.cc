@@ -19,8 +19,20 @@ struct BFloat16 {
 
 constexpr float LOW = -1e30f;  // lower scores count as hidden, as in the other kernels
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
-constexpr int64_t MOST_ROWS = 128;  // per tile
+constexpr int64_t FEWEST_ROWS = 128;  // per tile; each tile copies all keys and values, which should take little of its time
+constexpr int64_t TILE_BYTES = 1 << 18;  // the queries, scores and results of a tile stay in the second-level cache
+constexpr int64_t TILES_PER_THREAD = 2;
 constexpr int64_t BYTES_PER_THREAD = 1 << 17, FLOPS_PER_THREAD = 1 << 19;  // 10 microseconds, the cost of waking a thread
+
+// Consecutive chunks of one request. They share its keys and are divided into tiles of tokens.
+struct Segment {
+  int64_t request;   // the last chunk, whose table lists all pages
+  int64_t token;     // index of the first query
+  int64_t tokens;    // number of queries
+  int64_t position;  // of the first token in the request
+  int64_t tile;      // tokens per tile
+  int64_t tiles;
+};
 
 // One device's operands of a call; the letters are those of `PagedAttentionOp`. Shapes: queries and the result
 // [T, groups * heads, size], pages [P, 2, groups, page_size, size] (keys, then values), optional scales
@@ -38,9 +50,40 @@ struct Paged {
   float scale, softcap;
   bool invariant;
 
-  int64_t tile() const { return std::max<int64_t>(1, MOST_ROWS / heads); }
-  int64_t tiles() const { return (chunk + tile() - 1) / tile(); }
-  int64_t items() const { return groups * (singles + chunks * tiles()); }
+  std::vector<Segment> segments = {};
+  int64_t tiles = 0;  // of all segments
+
+  int64_t items() const { return groups * (singles + tiles); }
+
+  // Returns whether chunk `next` continues the request of chunk `next - 1`.
+  bool continues(int64_t next) const {
+    const int64_t length = lengths[next - 1];
+    if (lengths[next] != length + chunk) return false;
+    const int64_t used = std::min(most_pages, (length + page_size - 1) / page_size);
+    const int32_t* row = table + (next - 1) * most_pages;
+    return std::equal(row, row + used, row + most_pages);
+  }
+
+  // Finds the segments and divides them into tiles: few large ones, but enough for all threads.
+  void divide(int64_t processors) {
+    const int64_t fewest = std::max<int64_t>(1, FEWEST_ROWS / heads);
+    const int64_t most = std::max(fewest, TILE_BYTES / static_cast<int64_t>(sizeof(float)) / (2 * size + 64) / heads);
+    const int64_t wanted = groups * chunks * chunk / (TILES_PER_THREAD * processors);
+    const int64_t largest = std::min(most, std::max(fewest, wanted));
+    for (int64_t request = singles; request < singles + chunks; ++request) {
+      if (request > singles && continues(request)) {
+        segments.back().request = request;
+        segments.back().tokens += chunk;
+      } else {
+        segments.push_back({request, singles + (request - singles) * chunk, chunk, lengths[request] - chunk, 0, 0});
+      }
+    }
+    for (Segment& segment : segments) {
+      segment.tiles = (segment.tokens + largest - 1) / largest;
+      segment.tile = (segment.tokens + segment.tiles - 1) / segment.tiles;
+      tiles += segment.tiles;
+    }
+  }
 
   // The number of threads with enough work. Single tokens are limited by memory bandwidth, chunks by arithmetic.
   int64_t threads() const {
@@ -59,7 +102,7 @@ struct Dense {
   int64_t batch, length, groups, heads, size, window;
   float scale, softcap;
 
-  int64_t tile() const { return std::max<int64_t>(1, MOST_ROWS / heads); }
+  int64_t tile() const { return std::max<int64_t>(1, FEWEST_ROWS / heads); }
   int64_t tiles() const { return (length + tile() - 1) / tile(); }
   int64_t items() const { return batch * groups * tiles(); }
   int64_t threads() const { return std::min(items(), 1 + items() * tile() * length * heads * size * 2 / FLOPS_PER_THREAD); }
@@ -110,12 +153,17 @@ void for_each(ffi::ThreadPool& pool, int64_t helpers, int64_t items, const Funct
   while (shared->done.load(std::memory_order_acquire) < items) std::this_thread::yield();
 }
 
+// Returns the number of threads that one of several devices may use.
+int64_t most_threads(ffi::ThreadPool& pool, int64_t devices) {
+  static const int64_t processors = std::thread::hardware_concurrency();
+  return std::max<int64_t>(1, std::min(pool.num_threads(), processors / devices));
+}
+
 template <class Call>
 ffi::Error run(ffi::ThreadPool& pool, const Call& call, int64_t devices, int64_t instructions) {
   if (instructions > best_instructions()) return ffi::Error::InvalidArgument("the processor lacks these instructions");
   const int64_t chosen = instructions ? instructions : best_instructions();
-  static const int64_t processors = std::thread::hardware_concurrency();
-  const int64_t threads = std::min({pool.num_threads(), processors / devices, call.threads()});
+  const int64_t threads = std::min(most_threads(pool, devices), call.threads());
   // noexcept: running out of scratch memory ends the process, because an exception would leave helpers running.
   for_each(pool, std::max<int64_t>(0, threads - 1), call.items(), [&](int64_t item) noexcept {
     switch (chosen) {
@@ -146,11 +194,12 @@ ffi::Error paged(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer page
   auto with = [&](auto of_queries, auto of_pages) {
     using Q = decltype(of_queries);
     using T = decltype(of_pages);
-    const Paged<Q, T> call{static_cast<const Q*>(query.untyped_data()), static_cast<const T*>(pages.untyped_data()),
+    Paged<Q, T> call{static_cast<const Q*>(query.untyped_data()), static_cast<const T*>(pages.untyped_data()),
                            scales.element_count() ? scales.typed_data() : nullptr, table.typed_data(), lengths.typed_data(),
                            sinks.element_count() ? sinks.typed_data() : nullptr,
                            static_cast<Q*>(result->untyped_data()), p[2], q[1] / p[2], q[2], p[3], t[1], p[0], singles,
                            t[0] - singles, chunk, window, scale, softcap, invariant};
+    call.divide(most_threads(pool, devices));
     return run(pool, call, devices, instructions);
   };
   auto with_queries = [&](auto of_queries) {

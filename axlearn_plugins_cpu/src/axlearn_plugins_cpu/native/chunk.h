@@ -1,7 +1,8 @@
 // Attention for several tokens of one request, for one instruction set. Include after lanes.h and pages.h.
 //
 // The rows are the queries of a tile of tokens, for all query heads of one key-value head. KEYS keys at a time are
-// transposed and multiplied with all rows, with an online softmax.
+// transposed and multiplied with all rows, with an online softmax. The softmax handles LANES rows together, because most of
+// its cost for one row would be the reduction of a vector to its sum and its maximum.
 //
 // The result of a row is bitwise independent of the other rows and of how tokens are divided into tiles: every sum runs
 // over slots in order, in blocks that begin at multiples of KEYS, and hidden finite values add 0. The `invariant` kernels
@@ -89,26 +90,43 @@ struct Chunk {
     }
   }
 
-  // Updates the softmax of one row with the scores of KEYS keys from `begin` on. The row sees keys up to `position`, in its
-  // window.
-  TARGET float weigh(float* scores, int64_t begin, int64_t position, float& peak, float& total) const {
+  // Hides the keys of [begin, begin + KEYS) that a row at `position` does not see: later ones, and those before its window.
+  TARGET void hide(float* scores, int64_t begin, int64_t position) const {
     const int64_t count = std::min<int64_t>(KEYS, std::max<int64_t>(0, position - begin + 1));
     const int64_t outside = call.window > 0 ? std::max<int64_t>(0, position - call.window + 1 - begin) : 0;
-    const int64_t hidden = std::min(count, outside);
-    cap(scores, KEYS, call.softcap);
-    for (int64_t i = 0; i < hidden; ++i) scores[i] = HIDDEN;
+    for (int64_t i = 0; i < std::min(count, outside); ++i) scores[i] = HIDDEN;
     for (int64_t i = count; i < KEYS; ++i) scores[i] = HIDDEN;
-    if (hidden < count) return softmax(scores, KEYS, peak, total);
-    for (int64_t i = 0; i < KEYS; i += LANES) store(scores + i, Vector{});
-    return 1.0f;
+  }
+
+  // Turns the scores of LANES rows, [LANES, KEYS], into weights. Updates the rows' largest scores and sums of weights so far, and
+  // sets the factors by which to scale older sums.
+  TARGET void weigh(float* scores, float* peaks, float* totals, float* shrinks) const {
+    Vector parts[LANES];
+    for (int i = 0; i < LANES; ++i) {
+      parts[i] = load(scores + i * KEYS);
+      for (int64_t key = LANES; key < KEYS; key += LANES) parts[i] = largest(parts[i], load(scores + i * KEYS + key));
+    }
+    const Vector peak = load(peaks);
+    store(peaks, largest(peak, largest_of_rows(parts)));
+    const Vector shrink = exponential(peak - load(peaks));
+    store(shrinks, shrink);
+    for (int i = 0; i < LANES; ++i) {
+      parts[i] = Vector{};
+      for (int64_t key = 0; key < KEYS; key += LANES) {
+        const Vector weights = exponential(load(scores + i * KEYS + key) - peaks[i]);
+        store(scores + i * KEYS + key, weights);
+        parts[i] += weights;
+      }
+    }
+    store(totals, load(totals) * shrink + sums(parts));
   }
 
   // Computes tokens [first, first + tokens) of the call. The first token is at `position`. Slots before `end` have keys.
   TARGET void run(int64_t first, int64_t tokens, int64_t position, int64_t end) const {
     const int64_t size = call.size, heads = call.heads;
-    const int64_t used = tokens * heads, rows = (used + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
-    float* query = scratch_memory(2 * rows * size + rows * KEYS + 2 * KEYS * size + 3 * rows);
-    float *result = query + rows * size, *scores = result + rows * size, *keys = scores + rows * KEYS;
+    const int64_t used = tokens * heads, rows = (used + LANES - 1) / LANES * LANES;
+    float* query = scratch_memory(2 * rows * size + LANES * KEYS + 2 * KEYS * size + 3 * rows);
+    float *result = query + rows * size, *scores = result + rows * size, *keys = scores + LANES * KEYS;
     float *values = keys + KEYS * size, *peaks = values + KEYS * size, *totals = peaks + rows, *shrinks = totals + rows;
     auto at = [&](int64_t row) { return (((first + row / heads) * call.groups + group) * heads + row % heads) * size; };
     for (int64_t row = 0; row < rows; ++row) {
@@ -117,19 +135,31 @@ struct Chunk {
         store(result + row * size + h, Vector{});
       }
       start(row < used ? call.sinks : nullptr, group * heads + row % heads, peaks[row], totals[row]);
-      shrinks[row] = 1;
     }
+    for (int64_t i = 0; i < LANES * KEYS; i += LANES) store(scores + i, Vector{});
     const int64_t last = std::min(end, position + tokens);
     const int64_t visible = call.window > 0 ? std::max<int64_t>(0, position - call.window + 1) : 0;
+    const int64_t ahead = (KEYS * LANES + rows - 1) / rows;  // slots to prefetch per LANES rows, for the next KEYS keys
     for (int64_t begin = visible / KEYS * KEYS; begin < last; begin += KEYS) {
       copy(begin, last, keys, values);
-      multiply(query, keys, rows, scores);
-      for (int64_t row = 0; row < used; ++row)
-        shrinks[row] = weigh(scores + row * KEYS, begin, position + row / heads, peaks[row], totals[row]);
       const int64_t count = std::min(KEYS, last - begin);
-      int64_t h = 0;
-      for (; h + 2 * LANES <= size; h += 2 * LANES) add<2>(scores, values, shrinks, rows, count, h, result);
-      for (; h < size; h += LANES) add<1>(scores, values, shrinks, rows, count, h, result);
+      for (int64_t row = 0, next = begin + KEYS; row < rows; row += LANES, next += ahead) {
+        for (int64_t slot = next; slot < std::min({next + ahead, begin + 2 * KEYS, last}); ++slot) {
+          fetch(source.key(slot), size);
+          fetch(source.value(slot), size);
+        }
+        const int64_t block = std::min<int64_t>(LANES, (used - row + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS);
+        multiply(query + row * size, keys, block, scores);
+        cap(scores, LANES * KEYS, call.softcap);
+        const bool all_visible = call.window <= 0 && position + row / heads >= begin + KEYS - 1;
+        if (!all_visible)
+          for (int i = 0; i < LANES; ++i) hide(scores + i * KEYS, begin, position + (row + i) / heads);
+        weigh(scores, peaks + row, totals + row, shrinks + row);
+        int64_t h = 0;
+        for (; h + 2 * LANES <= size; h += 2 * LANES)
+          add<2>(scores, values, shrinks + row, block, count, h, result + row * size);
+        for (; h < size; h += LANES) add<1>(scores, values, shrinks + row, block, count, h, result + row * size);
+      }
     }
     for (int64_t row = 0; row < used; ++row)
       for (int64_t h = 0; h < size; h += LANES)

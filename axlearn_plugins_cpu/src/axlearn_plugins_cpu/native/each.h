@@ -4,21 +4,26 @@
 #include "decode.h"
 #include "chunk.h"
 
-// Processes item `number` of a call: one key-value head of a single-token request, or of a tile of a chunk.
+// Processes one key-value head of a request with a single token.
+template <class Q, class T>
+TARGET void attend_token(const Paged<Q, T>& call, int64_t request, int64_t group) {
+  if (!call.invariant) return decode(call, request, group);
+  const Chunk<Paged<Q, T>, Pages<Q, T>> work{call, {call, request, group}, group};
+  work.run(request, 1, call.lengths[request] - 1, call.most_pages * call.page_size);
+}
+
+// Processes item `number` of a call: one key-value head of a single-token request, or of a tile of a segment.
 template <class Q, class T>
 TARGET void attend(const Paged<Q, T>& call, int64_t number) {
-  const int64_t group = number % call.groups, row = number / call.groups;
-  if (row < call.singles && !call.invariant) return decode(call, row, group);
-  const int64_t most = call.most_pages * call.page_size;
-  if (row < call.singles) {
-    const Chunk<Paged<Q, T>, Pages<Q, T>> work{call, {call, row, group}, group};
-    return work.run(row, 1, call.lengths[row] - 1, most);
-  }
-  const int64_t tiles = call.tiles(), chunk = (row - call.singles) / tiles, request = call.singles + chunk;
-  const int64_t from = (row - call.singles) % tiles * call.tile();
-  const Chunk<Paged<Q, T>, Pages<Q, T>> work{call, {call, request, group}, group};
-  const int64_t tokens = std::min(call.tile(), call.chunk - from);
-  work.run(call.singles + chunk * call.chunk + from, tokens, call.lengths[request] - call.chunk + from, most);
+  if (number < call.groups * call.singles) return attend_token(call, number / call.groups, number % call.groups);
+  number -= call.groups * call.singles;
+  auto segment = call.segments.begin();
+  for (; number >= call.groups * segment->tiles; ++segment) number -= call.groups * segment->tiles;
+  // The tiles of a group follow each other, so that they find its keys in the processor's cache.
+  const int64_t group = number / segment->tiles, from = number % segment->tiles * segment->tile;
+  const Chunk<Paged<Q, T>, Pages<Q, T>> work{call, {call, segment->request, group}, group};
+  const int64_t tokens = std::min(segment->tile, segment->tokens - from);
+  work.run(segment->token + from, tokens, segment->position + from, call.most_pages * call.page_size);
 }
 
 // Processes item `number`: one key-value head of a tile of one row of the batch.

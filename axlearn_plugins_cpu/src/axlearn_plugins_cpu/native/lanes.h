@@ -87,9 +87,8 @@ TARGET static inline Vector capped(Vector x, float cap) {
   return cap * (ratio < 0.0f ? -tanh : tanh);
 }
 
-// One step of a transposition: rows whose indices differ in the bit BIT exchange halves of blocks of that size.
-template <int BIT>
-TARGET static inline void exchange(Vector* rows) {
+// Takes from two vectors the elements whose indices have the bit BIT cleared (low) or set (high): those of `a` at the indices of
+// the result with the bit cleared, those of `b` at the others.
 #define LOW_HALF(j) ((j & BIT) ? LANES + j - BIT : j)
 #define HIGH_HALF(j) ((j & BIT) ? LANES + j : j + BIT)
 #if LANES == 16
@@ -97,15 +96,28 @@ TARGET static inline void exchange(Vector* rows) {
 #else
 #define EACH(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
 #endif
-  for (int i = 0; i < LANES; ++i) {
-    if (i & BIT) continue;
-    const Vector a = rows[i], b = rows[i + BIT];
-    rows[i] = __builtin_shufflevector(a, b, EACH(LOW_HALF));
-    rows[i + BIT] = __builtin_shufflevector(a, b, EACH(HIGH_HALF));
-  }
+template <int BIT>
+TARGET static inline Vector low_half(Vector a, Vector b) {
+  return __builtin_shufflevector(a, b, EACH(LOW_HALF));
+}
+
+template <int BIT>
+TARGET static inline Vector high_half(Vector a, Vector b) {
+  return __builtin_shufflevector(a, b, EACH(HIGH_HALF));
+}
 #undef EACH
 #undef LOW_HALF
 #undef HIGH_HALF
+
+// One step of a transposition: rows whose indices differ in the bit BIT exchange halves of blocks of that size.
+template <int BIT>
+TARGET static inline void exchange(Vector* rows) {
+  for (int i = 0; i < LANES; ++i) {
+    if (i & BIT) continue;
+    const Vector a = rows[i], b = rows[i + BIT];
+    rows[i] = low_half<BIT>(a, b);
+    rows[i + BIT] = high_half<BIT>(a, b);
+  }
 }
 
 TARGET static inline void transpose(Vector* rows) {
@@ -115,4 +127,37 @@ TARGET static inline void transpose(Vector* rows) {
 #if LANES == 16
   exchange<8>(rows);
 #endif
+}
+
+template <int BIT>
+TARGET static inline void add_halves(Vector* rows) {
+  for (int i = 0; i < BIT; ++i) rows[i] = low_half<BIT>(rows[i], rows[i + BIT]) + high_half<BIT>(rows[i], rows[i + BIT]);
+}
+
+template <int BIT>
+TARGET static inline void compare_halves(Vector* rows) {
+  for (int i = 0; i < BIT; ++i)
+    rows[i] = largest(low_half<BIT>(rows[i], rows[i + BIT]), high_half<BIT>(rows[i], rows[i + BIT]));
+}
+
+// Returns the sums of LANES rows, each bitwise equal to `sum` of the row. Changes the rows.
+TARGET static inline Vector sums(Vector* rows) {
+#if LANES == 16
+  add_halves<8>(rows);
+#endif
+  add_halves<4>(rows);
+  add_halves<2>(rows);
+  add_halves<1>(rows);
+  return rows[0];
+}
+
+// Returns the largest elements of LANES rows. Changes the rows.
+TARGET static inline Vector largest_of_rows(Vector* rows) {
+#if LANES == 16
+  compare_halves<8>(rows);
+#endif
+  compare_halves<4>(rows);
+  compare_halves<2>(rows);
+  compare_halves<1>(rows);
+  return rows[0];
 }

@@ -51,9 +51,10 @@ TARGET static inline void cap(float* scores, int64_t count, float softcap) {
   for (int64_t i = 0; i < count; i += LANES) store(scores + i, capped(load(scores + i), softcap));
 }
 
-// Sets the largest score and the sum of weights before the first key. A sink acts as a first key without a value.
+// Sets the largest score and the sum of weights before the first key. A sink acts as a first key without a value. The largest
+// score is finite, because blocks of hidden keys subtract it from itself.
 TARGET static inline void start(const float* sinks, int64_t head, float& peak, float& total) {
-  peak = sinks ? sinks[head] : LOW;
+  peak = sinks ? std::max(sinks[head], LOW) : LOW;
   total = sinks ? 1.0f : 0.0f;
 }
 

@@ -46,6 +46,32 @@ def test_requests(requests, instructions):
     assert error(call(requests), instructions) < 1e-5
 
 
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 45}, {"heads": 2}, {"sinks": SINKS}], ids=lambda x: " ".join(x) or "plain"
+)
+def test_consecutive_chunks_of_a_request_give_the_bits_of_one_chunk(options, instructions):
+    """The kernel computes such chunks together, but not chunks of another request whose positions happen to fit."""
+    if instructions > library.instructions:
+        pytest.skip(f"needs a processor with instruction set {instructions}")
+    whole = call((0, 2, 120, [333, 453]), **options)  # the second request continues where the first ends
+    starts = jnp.arange(7, dtype=jnp.int32) * 40
+    lengths = jnp.asarray([253, 293, 333, 373, 413, 453], jnp.int32)
+    split = {"table": jnp.repeat(whole.table, 3, axis=0), "lengths": lengths, "starts": starts, "split": Split(0, 40)}
+    parts = attrs.evolve(whole, **split, count=jnp.asarray([6], jnp.int32))
+    got, expected = (jax.jit(functools.partial(attend, op, instructions))() for op in (parts, whole))
+    np.testing.assert_array_equal(got, expected)
+    alone = [jax.jit(functools.partial(attend, _chunk(parts, i), instructions))() for i in range(6)]
+    np.testing.assert_array_equal(got, jnp.concatenate(alone))
+
+
+def _chunk(op, index):
+    """Return the call for one chunk of a call without single tokens."""
+    chunk, one = op.split.chunk, slice(index, index + 1)
+    alone = {"query": op.query[index * chunk : (index + 1) * chunk], "table": op.table[one], "lengths": op.lengths[one]}
+    return attrs.evolve(op, **alone, starts=jnp.asarray([0, chunk], jnp.int32), count=jnp.asarray([1], jnp.int32))
+
+
 @pytest.mark.fast_cases("2-heads8-groups1-", "3-sinks-")
 @pytest.mark.parametrize(
     ("shape", "tolerance"),

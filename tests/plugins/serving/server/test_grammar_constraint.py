@@ -1,8 +1,11 @@
-"""Grammars that need too much work fail instead of delaying other requests."""
+"""Grammars that need too much work fail instead of delaying other requests, and errors name the cause."""
 
 import pytest
 
+from axlearn_plugins_serving.parsers.answer_formats import Function
+from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.constraints import Grammars
+from axlearn_plugins_serving.server.conversation import ToolUse
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 
@@ -33,3 +36,15 @@ def test_large_schemas_stay_within_the_limits(grammars):
     text = "{" + ", ".join(f'"field{i}": [1, 2, {i}]' for i in range(60)) + "}"
     constraint = grammars.new({"type": "object", "properties": properties, "required": list(properties)})
     assert generate(constraint, text)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_error_names_the_tool_whose_parameters_cannot_be_met(grammars, named):
+    short = {"type": "string", "minLength": 5, "maxLength": 2}
+    functions = (Function("bad", {"properties": {"a": short}, "required": ["a"]}), Function("good"))
+    with pytest.raises(ApiError) as caught:
+        grammars.force_calls(ToolUse(functions=functions, mode="required", named=named, parallel=True))
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, "tools", "invalid_json_schema")
+    begin = "tools: the parameters of the tool 'bad' cannot be used: Unsatisfiable schema: "
+    assert caught.value.message.startswith(begin)
+    assert "call_0" not in caught.value.message

@@ -446,3 +446,26 @@ def test_outputs_do_not_depend_on_other_requests():
         assert texts == [hashed(p, 40) for p in prompts]
         server.wait_until_idle()
         assert server.engine.free == server.engine.blocks
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content / 0 }}", "unsupported operand"),
+        ("{{ messages[7].content }}", "has no element 7"),
+    ],
+    ids=["raises", "wrong type", "missing message"],
+)
+def test_a_template_that_fails_is_an_error_of_the_request(template, reason, tmp_path):
+    (tmp_path / "t.jinja").write_text(template)
+    built = ChatTemplate.Config(path=str(tmp_path / "t.jinja")).build(tokenizer=ByteTokenizer.Config().build())
+    with serving(FakeEngine(), template=built) as server:
+        body = {"messages": [{"role": "user", "content": "Hi"}]}
+        for path, param in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+            sent = body if param == "messages" else {"input": body["messages"]}
+            refused = httpx.post(server.url + path, json=sent)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"], error["code"]) == (400, param, "chat_template")
+            assert reason in error["message"], error["message"]
+            assert error["message"].startswith(f"{param}: ")

@@ -111,8 +111,7 @@ def _conversation(body: MessageTokensRequest, *, can_reason: bool) -> Conversati
 def _format(config: OutputConfig | None) -> JsonSchemaFormat | None:
     if config is None or config.format is None:
         return None
-    schema = {"name": "answer", "schema": config.format.schema_}
-    return JsonSchemaFormat.model_validate({"type": "json_schema", "json_schema": schema})
+    return JsonSchemaFormat.from_schema("answer", config.format.schema_, "output_config.format.schema")
 
 
 def _tools(body: MessageTokensRequest) -> ToolUse:

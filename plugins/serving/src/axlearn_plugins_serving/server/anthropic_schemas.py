@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from axlearn_plugins_serving.server.body import Body
+from axlearn_plugins_serving.server.body import Body, read_tag, tag
 from axlearn_plugins_serving.server.message_schemas import (
     CallArguments,
     MessagePart,
@@ -47,10 +47,6 @@ class ToolUseBlock(MessagePart):
     input: CallArguments
 
 
-def _block_kind(block: Any) -> str:
-    return str(block.get("type") if isinstance(block, dict) else block.type)
-
-
 def _check_block(block: Any) -> Any:
     if not isinstance(block, dict):
         raise PydanticCustomError("dict_type", "Input should be an object")
@@ -78,12 +74,12 @@ class ToolResultBlock(MessagePart):
 
 ContentBlock = Annotated[
     Annotated[
-        Annotated[TextBlock, Tag("text")]
-        | Annotated[ThinkingBlock, Tag("thinking")]
-        | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
-        | Annotated[ToolUseBlock, Tag("tool_use")]
-        | Annotated[ToolResultBlock, Tag("tool_result")],
-        Discriminator(_block_kind),
+        Annotated[TextBlock, Tag(tag("text"))]
+        | Annotated[ThinkingBlock, Tag(tag("thinking"))]
+        | Annotated[RedactedThinkingBlock, Tag(tag("redacted_thinking"))]
+        | Annotated[ToolUseBlock, Tag(tag("tool_use"))]
+        | Annotated[ToolResultBlock, Tag(tag("tool_result"))],
+        Discriminator(read_tag),
     ],
     BeforeValidator(_check_block),
 ]

@@ -23,6 +23,7 @@ _WITHOUT_VALUE = frozenset(
         "invalid_tools",
         "unsupported_content",
         "unsupported_item",
+        "unknown_type",
     }
 )
 """Types of validation errors whose message does not need the value."""

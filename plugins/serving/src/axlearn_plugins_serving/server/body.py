@@ -2,10 +2,26 @@
 
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 _MAX_UNKNOWN = 64
+
+
+def tag(kind: str) -> str:
+    """Return the tag of a kind of object in a union. It cannot be a field's name, so paths in errors omit it."""
+    return f"<{kind}>"
+
+
+def read_tag(value: Any) -> str:
+    """Return the tag of an object by its field `type`."""
+    return tag(str(value.get("type") if isinstance(value, dict) else getattr(value, "type", None)))
+
+
+def choose_by_type(*kinds: str) -> Discriminator:
+    """Return a discriminator between the models of these kinds, each annotated with `Tag(tag(kind))`."""
+    message = f"type should be {', '.join(map(repr, kinds[:-1]))} or {kinds[-1]!r}"
+    return Discriminator(read_tag, custom_error_type="unknown_type", custom_error_message=message)
 
 
 class Body(BaseModel):

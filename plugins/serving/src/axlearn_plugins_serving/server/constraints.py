@@ -9,7 +9,10 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from axlearn_core.contracts.parts import Tokenizer
+from axlearn_plugins_serving.parsers.answer_formats import Function
 from axlearn_plugins_serving.server.api_errors import ApiError
+from axlearn_plugins_serving.server.conversation import ToolUse
+from axlearn_plugins_serving.server.forced_calls import forced_grammar
 from axlearn_plugins_serving.server.grammar_constraint import GrammarConstraint
 from axlearn_plugins_serving.server.staged_constraint import StagedConstraint, Stages
 from axlearn_plugins_serving.server.structured_outputs import JSON_OPTIONS, GrammarSource
@@ -102,6 +105,27 @@ class Grammars:
         """
         return self.constrain(LLMatcher.grammar_from_lark(grammar), param)
 
+    def force_calls(self, use: ToolUse) -> GrammarConstraint:
+        """Build a constraint for the calls that a request requires. This can take a second, so call it in a thread.
+
+        Raises:
+            ApiError: 400 if the parameters of a tool are invalid or cannot be satisfied.
+        """
+        try:
+            return self.parse_lark(forced_grammar(use), "tools")
+        except ApiError:
+            for function in use.functions:  # the error quotes the grammar, so find the tool that it is about
+                self._check_parameters(function)
+            raise
+
+    def _check_parameters(self, function: Function) -> None:
+        try:
+            self.new({"type": "object", **function.parameters})
+        except ApiError as error:
+            reason = error.message.split(" cannot be used: ", 1)[-1]
+            message = f"tools: the parameters of the tool {function.name!r} cannot be used: {reason}"
+            raise ApiError(400, message, param="tools", code="invalid_json_schema") from None
+
     def constrain(self, grammar: str, param: str = "response_format") -> GrammarConstraint:
         """Build a constraint from a grammar in llguidance's format.
 
@@ -149,6 +173,6 @@ class Grammars:
 
 
 def _grammar_error(reason: str, param: str) -> ApiError:
-    is_schema = "json" in param or param in ("response_format", "tools")
+    is_schema = "json" in param or "schema" in param or param.startswith(("response_format", "tools"))
     kind, code = ("JSON schema", "invalid_json_schema") if is_schema else ("grammar", "invalid_grammar")
     return ApiError(400, f"{param}: the {kind} cannot be used: {reason}", param=param, code=code)

@@ -26,7 +26,8 @@ MAX_TOOLS = 512 * 1024
 """Maximum number of characters in the parameters of a request's tools, as JSON."""
 MAX_ARGUMENTS = 512 * 1024
 """Maximum number of characters in the arguments of one call, as JSON. Reading more would block other requests."""
-_MEDIA = ("image", "audio", "video", "file")
+_MEDIA = {"image": "an image", "audio": "audio", "video": "a video", "file": "a file"}
+"""Kind of content that models do not read -> its name in messages."""
 _log = logging.getLogger("axlearn.serving")
 _logged: set[str] = set()
 
@@ -70,9 +71,8 @@ def _check_kind(part: Any) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and any(medium in kind for medium in _MEDIA):
         medium = next(medium for medium in _MEDIA if medium in kind)
-        article = "an" if medium[0] in "aeiou" else "a"
-        message = "the message has {article} {medium}, but this model reads only text; remove it"
-        raise PydanticCustomError("unsupported_content", message, {"article": article, "medium": medium})
+        message = "the message has {content}, but this model reads only text; remove it"
+        raise PydanticCustomError("unsupported_content", message, {"content": _MEDIA[medium]})
     if kind == "refusal" and isinstance(part, dict):
         return {"type": "text", "text": part.get("refusal")}
     return part
@@ -254,12 +254,14 @@ def _check_tools(tools: list[Any]) -> list[Any]:
             "the tools' parameters have more than {limit} characters; shorten them or offer fewer tools",
             {"limit": MAX_TOOLS},
         )
-    names: set[str] = set()
-    for function in functions:
-        if function.name in names:
-            message = "two tools have the name '{name}'; rename one of them"
-            raise PydanticCustomError("invalid_tools", message, {"name": function.name})
-        names.add(function.name)
+    indices: dict[str, int] = {}
+    for index, function in enumerate(functions):
+        first = indices.setdefault(function.name, index)
+        if first != index:
+            message = "two tools, {first} and {second} counted from 0, have the name '{name}'; rename one of them"
+            raise PydanticCustomError(
+                "invalid_tools", message, {"name": function.name, "first": first, "second": index}
+            )
     return tools
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from axlearn_plugins_serving.server.body import tag
 from axlearn_plugins_serving.server.message_schemas import FunctionCall, MessagePart, Parts
 
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
@@ -58,6 +59,10 @@ def _kind(item: Any) -> str:
     return "message" if kind is None else kind
 
 
+def _tag(item: Any) -> str:
+    return tag(_kind(item))
+
+
 def _check_kind(item: Any) -> Any:
     if not isinstance(item, dict):
         raise PydanticCustomError("dict_type", "Input should be an object")
@@ -69,11 +74,11 @@ def _check_kind(item: Any) -> Any:
 
 Item = Annotated[
     Annotated[
-        Annotated[InputMessage, Tag("message")]
-        | Annotated[FunctionCallItem, Tag("function_call")]
-        | Annotated[FunctionOutputItem, Tag("function_call_output")]
-        | Annotated[ReasoningItem, Tag("reasoning")],
-        Discriminator(_kind),
+        Annotated[InputMessage, Tag(tag("message"))]
+        | Annotated[FunctionCallItem, Tag(tag("function_call"))]
+        | Annotated[FunctionOutputItem, Tag(tag("function_call_output"))]
+        | Annotated[ReasoningItem, Tag(tag("reasoning"))],
+        Discriminator(_tag),
     ],
     BeforeValidator(_check_kind),
 ]

@@ -16,7 +16,6 @@ from axlearn_plugins_serving.server.response_answer import ResponseAnswer
 from axlearn_plugins_serving.server.response_items import item_messages
 from axlearn_plugins_serving.server.response_store import StoredResponse
 from axlearn_plugins_serving.server.schemas import (
-    JsonSchema,
     JsonSchemaFormat,
     ResponseAllowedTools,
     ResponseFormat,
@@ -163,6 +162,4 @@ def _format(body: ResponseRequest) -> ResponseFormat | None:
     text_format = body.text.format if body.text is not None else None
     if not isinstance(text_format, ResponseJsonSchema):
         return text_format
-    return JsonSchemaFormat(
-        type="json_schema", json_schema=JsonSchema(name=text_format.name, schema=text_format.schema_)
-    )
+    return JsonSchemaFormat.from_schema(text_format.name, text_format.schema_, "text.format.schema")

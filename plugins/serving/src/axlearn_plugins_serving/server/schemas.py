@@ -13,10 +13,12 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    PrivateAttr,
+    Tag,
     model_validator,
 )
 
-from axlearn_plugins_serving.server.body import Body
+from axlearn_plugins_serving.server.body import Body, choose_by_type, tag
 from axlearn_plugins_serving.server.early_checks import MAX_ENTRIES, check_context, check_entries, exceeds
 from axlearn_plugins_serving.server.message_schemas import (
     MAX_SCHEMA,
@@ -102,12 +104,30 @@ class JsonObjectFormat(Body):
         """The schema, or None if any object is allowed."""
         return self.value if self.schema_ is None else self.schema_
 
+    @property
+    def schema_path(self) -> str:
+        """Path of the schema in the request."""
+        return "response_format.value" if self.schema_ is None else "response_format.schema"
+
 
 class JsonSchemaFormat(Body):
     """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
+    _schema_path: str = PrivateAttr("response_format.json_schema.schema")
+
+    @property
+    def schema_path(self) -> str:
+        """Path of the schema in the request."""
+        return self._schema_path
+
+    @classmethod
+    def from_schema(cls, name: str, schema: dict[str, Any], path: str) -> "JsonSchemaFormat":
+        """Return the format for a schema at another path of a request."""
+        format = cls(type="json_schema", json_schema=JsonSchema(name=name, schema=schema))
+        format._schema_path = path
+        return format
 
 
 def _check_schema(format: Any) -> Any:
@@ -120,7 +140,13 @@ def _check_schema(format: Any) -> Any:
 
 
 ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type"), AfterValidator(_check_schema)
+    Annotated[
+        Annotated[TextFormat, Tag(tag("text"))]
+        | Annotated[JsonObjectFormat, Tag(tag("json_object"))]
+        | Annotated[JsonSchemaFormat, Tag(tag("json_schema"))],
+        choose_by_type("text", "json_object", "json_schema"),
+    ],
+    AfterValidator(_check_schema),
 ]
 
 
@@ -297,8 +323,10 @@ class ResponseText(Body):
 
     format: (
         Annotated[
-            TextFormat | JsonObjectFormat | ResponseJsonSchema,
-            Field(discriminator="type"),
+            Annotated[TextFormat, Tag(tag("text"))]
+            | Annotated[JsonObjectFormat, Tag(tag("json_object"))]
+            | Annotated[ResponseJsonSchema, Tag(tag("json_schema"))],
+            choose_by_type("text", "json_object", "json_schema"),
             AfterValidator(_check_schema),
         ]
         | None

@@ -22,7 +22,6 @@ from axlearn_plugins_serving.server.constraints import Grammars
 from axlearn_plugins_serving.server.conversation import Conversation
 from axlearn_plugins_serving.server.conversation_template import RenderedPrompt, render_conversation, template_options
 from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineThread
-from axlearn_plugins_serving.server.forced_calls import forced_grammar
 from axlearn_plugins_serving.server.grammar_constraint import GrammarConstraint
 from axlearn_plugins_serving.server.prompt_job import Choice, Job
 from axlearn_plugins_serving.server.request_record import current_request
@@ -279,12 +278,12 @@ class Service:
     ) -> GrammarConstraint | StagedConstraint | None:
         format, grammar = fields.response_format, None
         if reader.use.mode == "required":
-            grammar = await asyncio.to_thread(self.grammars.parse_lark, forced_grammar(reader.use), "tools")
+            grammar = await asyncio.to_thread(self.grammars.force_calls, reader.use)
         elif (source := fields.grammar_source) is not None:
             grammar = await asyncio.to_thread(self.grammars.build, source)
         elif isinstance(format, (JsonObjectFormat, JsonSchemaFormat)):
             schema = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else format.json_schema
-            grammar = await asyncio.to_thread(self.grammars.new, schema)
+            grammar = await asyncio.to_thread(self.grammars.new, schema, param=format.schema_path)
         stages = reader.stages(self.text.encode_marker, self.text.end_tokens, has_grammar=grammar is not None)
         return grammar if stages is None else self.grammars.stage(stages, grammar)
 
