@@ -21,6 +21,7 @@ SECONDS = {
     "rollout_wait": "waiting for rollouts",
     "rollout_seconds": "rollouts and rewards",
     "weight_sync_seconds": "update of the engine",
+    "host_seconds": "other work of the loop",
 }
 """Metric of a step -> its label in the table of times."""
 
