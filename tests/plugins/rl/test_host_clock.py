@@ -1,7 +1,7 @@
 import gc
 
 from axlearn_plugins_rl import host_clock
-from axlearn_plugins_rl.host_clock import HostClock, frozen_heap
+from axlearn_plugins_rl.host_clock import YOUNG_OBJECTS, HostClock, frozen_heap
 
 
 def test_the_clock_counts_until_a_step_is_dispatched(monkeypatch):
@@ -34,7 +34,8 @@ def test_the_clock_does_not_count_compilations(monkeypatch):
 
 
 def test_the_heap_is_frozen_during_training():
-    before = gc.get_freeze_count()
+    before, thresholds = gc.get_freeze_count(), gc.get_threshold()
     with frozen_heap():
         assert gc.get_freeze_count() > before
-    assert gc.get_freeze_count() == 0
+        assert gc.get_threshold() == YOUNG_OBJECTS
+    assert (gc.get_freeze_count(), gc.get_threshold()) == (0, thresholds)

@@ -25,7 +25,7 @@ ENGINE = ServingEngine.Config(
 def fit_engine(
     config: ServingEngine.Config, *, examples: int, group_size: int, max_context: int
 ) -> ServingEngine.Config:
-    """Fit the sizes of an engine to batches of rollouts. Sizes that differ from those of `ENGINE` do not change.
+    """Fit the sizes of an engine to batches of rollouts. Keep the sizes that differ from those of `ENGINE`.
 
     Args:
         config: Config of the engine.

@@ -8,6 +8,9 @@ from typing import Any
 
 from axlearn_core.run.events import RunListener
 
+YOUNG_OBJECTS = 100_000, 10, 10
+"""Thresholds of the garbage collector: a batch of rollouts creates more objects than the default of 700."""
+
 
 class HostClock(RunListener):
     """Measures the work of the main thread between rollouts and steps.
@@ -49,14 +52,17 @@ class HostClock(RunListener):
 
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Exclude the present objects from garbage collection.
+    """Exclude the present objects from garbage collection, and collect less often.
 
     Each batch creates many objects, which soon starts a full collection. It would visit the objects of JAX and of the program each
     time, which takes longer than a small step.
     """
+    thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*YOUNG_OBJECTS)
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()

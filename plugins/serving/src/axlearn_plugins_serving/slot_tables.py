@@ -66,7 +66,7 @@ class SlotTables:
 
 
 def pack_plain_row(slot: int, sampling: Sampling, seed: int, vocab: int, adapter: int) -> np.ndarray:
-    """Return the slot and the columns `PLAIN` of a request as int32 [PLAIN_COLUMNS]. The values are those of `table_row`."""
+    """Return the slot and the columns `PLAIN` of a request as int32 [PLAIN_COLUMNS], with the values of `table_row`."""
     packed = np.array([slot, adapter, 0, min(sampling.top_k or vocab, vocab), 0, 0, 0], np.int32)
     packed[2:3].view(np.uint32)[:] = seed % 2**32
     temperature = 0.0 if sampling.is_greedy else sampling.temperature

@@ -21,7 +21,7 @@ GREEDY, DRAWN, FULL = 0, 1, 2
 """Kinds of sampling: greedy; with temperature, top_k, top_p and min_p; and also with bias, penalties and masks."""
 
 OWN_LOGPROB, TOP_LOGPROBS = 1, 2
-"""Log-probabilities to report: those of the chosen tokens, or also those of the most likely tokens."""
+"""Levels of the report: log-probabilities of the chosen tokens, and also of the most likely tokens."""
 
 TOP = 20
 """Maximum number of log-probabilities per token, as in OpenAI's API."""
