@@ -57,4 +57,5 @@ def fit_engine(
 
 def _set_unchanged(config: Any, default: Any, **values: Any) -> Any:
     """Set the fields that have their default values."""
-    return attrs.evolve(config, **{n: v for n, v in values.items() if getattr(config, n) == getattr(default, n)})
+    old, initial = attrs.asdict(config, recurse=False), attrs.asdict(default, recurse=False)
+    return attrs.evolve(config, **{name: value for name, value in values.items() if old[name] == initial[name]})

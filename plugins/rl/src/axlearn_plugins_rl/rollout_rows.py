@@ -91,8 +91,8 @@ def build_rows(
             _fill_experts(part[EXPERTS_ENTRY], place.item.trajectory)
         if "kept_tokens" in part and place.item.is_trained:
             width = part["kept_tokens"].shape[1]
-            kept = [_kept_tokens(segment, width) for segment in place.item.trajectory]
-            part["kept_tokens"][:] = np.concatenate(kept)[1:]
+            segments = [_kept_tokens(segment, width) for segment in place.item.trajectory]
+            part["kept_tokens"][:] = np.concatenate(segments)[1:]
     return arrays
 
 

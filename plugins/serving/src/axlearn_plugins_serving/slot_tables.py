@@ -80,11 +80,11 @@ def assign_plain_rows(tables: Tables, packed: jax.Array) -> Tables:
     All other columns of the assigned slots get their initial values.
     """
     slots, columns = packed[:, 0], {name: packed[:, 1 + index] for index, name in enumerate(PLAIN)}
-    initial = Tables.init(1, tables.counts.shape[1])
+    old_columns, initial = vars(tables), vars(Tables.init(1, tables.counts.shape[1]))
 
     def write(name: str) -> jax.Array:
-        old = getattr(tables, name)
-        values = lax.bitcast_convert_type(columns[name], old.dtype) if name in columns else getattr(initial, name)
+        old = old_columns[name]
+        values = lax.bitcast_convert_type(columns[name], old.dtype) if name in columns else initial[name]
         return old.at[slots].set(values, mode="drop")
 
     return Tables(**{field.name: write(field.name) for field in dataclasses.fields(Tables)})
