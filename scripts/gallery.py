@@ -1,8 +1,8 @@
-"""Makes the pictures of docs/gallery.md by the commands that the page names: nothing in them is drawn by hand.
+"""Make the pictures of docs/gallery.md with the commands that the page shows.
 
     python scripts/gallery.py [NAME ...]
 
-Terminal output becomes SVG (rich records it), pages become PNG (headless Chromium photographs them). Needs chromium.
+rich renders terminal output as SVG, and headless Chromium takes screenshots of pages as PNG. Needs chromium.
 """
 
 import argparse
@@ -52,7 +52,7 @@ PAGES = {
         900,
     ),
 }
-"""Name -> (commands, the page that the last one writes, the height of its picture in pixels)."""
+"""Name -> (commands, page that the last command writes, height of the picture in pixels)."""
 
 
 def run(command: str, folder: Path, *, check: bool = True) -> str:
@@ -66,7 +66,7 @@ def run(command: str, folder: Path, *, check: bool = True) -> str:
 
 
 def terminal(name: str, command: str, folder: Path) -> Path:
-    """An SVG of a command and its output."""
+    """Return an SVG of a command and its output."""
     lines = run(command, folder, check=name != "error").rstrip().splitlines()
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), legacy_windows=False)  # noqa: SIM115
     console.print(Text(f"$ {command}", style="bold"))
@@ -85,7 +85,7 @@ def terminal(name: str, command: str, folder: Path) -> Path:
 
 
 def page(name: str, folder: Path) -> Path:
-    """A PNG of a page that a command writes."""
+    """Take a screenshot of a page that a command writes, as PNG."""
     commands, result, height = PAGES[name]
     for command in commands:
         run(command, folder)

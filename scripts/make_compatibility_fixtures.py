@@ -1,11 +1,11 @@
-"""Writes what later versions are held to: small runs, and hashes of the shipped programs.
+"""Write the fixtures of the compatibility tests: small runs, and hashes of the shipped programs.
 
     uv run python scripts/make_compatibility_fixtures.py programs     # for the JAX that runs it
     uv run python scripts/make_compatibility_fixtures.py runs
 
-Runs are trained by the code at hand, so they are made anew only where a format is given up on purpose: older runs have to open.
-Programs are added for JAX versions that have none; `--update` replaces those that there are, with `--only quickstart@` those of
-these names.
+Later versions must be able to open the runs. The current code trains them, so make new runs only if a format is dropped on purpose.
+`programs` adds the hashes of the installed JAX version if the file has none. `--update` replaces them, and `--only quickstart@`
+limits that to the cases whose names begin with this prefix.
 """
 
 import argparse
@@ -43,7 +43,7 @@ RUNS = {
 
 
 def make_programs(update: bool, only: str) -> None:
-    """Adds the hashes of this JAX version to `programs.json`; with `only` those of the cases that begin so."""
+    """Add the hashes of the installed JAX version to `programs.json`, for the cases whose names begin with `only`."""
     import conftest  # noqa: F401  before JAX: eight virtual devices
     import jax
 
@@ -52,14 +52,14 @@ def make_programs(update: bool, only: str) -> None:
     file = FIXTURES / "programs.json"
     stored_programs = json.loads(file.read_text()) if file.exists() else {}
     if jax.__version__ in stored_programs and not update:
-        sys.exit(f"{file} has those of JAX {jax.__version__}; --update replaces them")
+        sys.exit(f"{file} already has hashes of JAX {jax.__version__}\n    fix: pass --update to replace them")
     cases = {case: program_hashes.fingerprints(case) for case in program_hashes.cases() if case.startswith(only)}
     stored_programs[jax.__version__] = {**stored_programs.get(jax.__version__, {}), **cases} if only else cases
     file.write_text(json.dumps(dict(sorted(stored_programs.items())), indent=1) + "\n")
 
 
 def make_runs() -> None:
-    """Trains on a text of this repository; keeps the checkpoints of steps 10 and 20, and what the model generates."""
+    """Train on a text of this repository. Keep the checkpoints of steps 10 and 20, and the text that the model generates."""
     text = (ROOT / "docs/concepts.md").read_text()[:6000]
     for name, features in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:

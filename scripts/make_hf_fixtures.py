@@ -1,14 +1,14 @@
-"""Makes tests/plugins/models/huggingface/fixtures: a tiny random model of each family, by `transformers`, and what it computes.
+"""Make tests/plugins/models/huggingface/fixtures: a tiny random `transformers` model of each family, and its outputs.
 
     uv run --group parity python scripts/make_hf_fixtures.py [--to DIR] [--seed N] [NAME ...]
 
-(UV_FIND_LINKS names a folder, where a build of torch for CPUs lies on disk.) Without names it makes all of them. The slow
-tests call it with another seed, and compare with what it computes there and then.
+Set UV_FIND_LINKS to a folder with a CPU build of torch, if you have one. Without names, all fixtures are made. The slow tests call
+this script with another seed and compare with the outputs of that call.
 
-Each folder is a model directory as users have it, with `expected.safetensors` beside the weights: tokens and logits of padded
-and of packed rows, 64 tokens generated greedily, the losses of three steps of AdamW, and of two models the gradients. The
-weights are such that no likeliest token is less than 1e-3 ahead of the next. `vit` classifies images: pixels, logits, labels
-and the losses of three steps.
+Each folder is a model directory as users have it. `expected.safetensors` has the outputs: tokens and logits of padded and of packed
+rows, 64 greedy tokens, the losses of three steps of AdamW, and the gradients of two models. The weights are chosen such that the
+most likely token always leads the next one by at least 1e-3. `vit` classifies images; its outputs are pixels, logits, labels and
+the losses of three steps.
 """
 
 import argparse
@@ -171,7 +171,7 @@ TEXT_MODELS = {"Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"}
 """Multimodal models. Their text models have separate config classes."""
 
 SMALL = {"Gemma4": ("q_norm", "per_layer_input_gate")}
-"""Weights that are small, because the model does not scale attention scores, and because it normalizes the result of a gate."""
+"""Small weights: these models do not scale attention scores, or normalize the output of a gate."""
 
 # name -> (class, config, options): shards, gradients, a model_type that transformers does not have, names of published
 # tensors that transformers writes differently
@@ -299,7 +299,7 @@ MODELS = {
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """A word-level tokenizer of 96 tokens whose template puts `<s>` in front."""
+    """Return a word-level tokenizer of 96 tokens whose template puts `<s>` in front."""
     words = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(VOCAB - 3))]
     instance = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     instance.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -310,7 +310,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 
 def build(kind: str, more: dict, seed: int) -> torch.nn.Module:
-    """The model, with weights that bfloat16 holds exactly."""
+    """Return the model, with weights that bfloat16 represents exactly."""
     prefix = f"{kind}Text" if kind in TEXT_MODELS else kind
     sizes = {"bos_token_id": 1, "eos_token_id": 2} if kind == "GPT2" else SIZES
     if kind == "GPTNeoX":  # it has no such key
@@ -344,13 +344,13 @@ def build(kind: str, more: dict, seed: int) -> torch.nn.Module:
 
 
 def entropy(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy of the next tokens, without auxiliary losses."""
+    """Return the mean cross-entropy of the next tokens, without auxiliary losses."""
     logits = model(input_ids=tokens).logits
     return cross_entropy(logits[:, :-1].reshape(-1, VOCAB).float(), tokens[:, 1:].reshape(-1))
 
 
 def losses(model: torch.nn.Module, tokens: torch.Tensor) -> list[float]:
-    """Before each of three steps of AdamW, and after the last."""
+    """Return the losses before each of three steps of AdamW, and after the last."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     values = []
@@ -364,7 +364,7 @@ def losses(model: torch.nn.Module, tokens: torch.Tensor) -> list[float]:
 
 
 def perturb(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy whose weights differ by about the rounding of float32."""
+    """Return a copy whose weights differ by about the rounding error of float32."""
     model, generator = copy.deepcopy(model), torch.Generator().manual_seed(11)
     with torch.no_grad():
         for value in model.parameters():
@@ -373,7 +373,7 @@ def perturb(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def expectations(model: torch.nn.Module, gradients: bool) -> dict[str, torch.Tensor] | None:
-    """What the model computes; None where a margin is too small."""
+    """Return the outputs of a model, or None if a margin is too small."""
     generator = torch.Generator().manual_seed(7)
     draw = lambda *shape: torch.randint(3, VOCAB, shape, generator=generator)  # noqa: E731
     prompt = draw(1, 12)
@@ -414,7 +414,7 @@ def expectations(model: torch.nn.Module, gradients: bool) -> dict[str, torch.Ten
 
 
 def make_vit(folder: Path, seed: int) -> None:
-    """Writes the classifier of images."""
+    """Write the image classifier."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     config = transformers.ViTConfig(
         **sizes, image_size=16, patch_size=4, num_labels=5, hidden_dropout_prob=0.0, attn_implementation="eager"
@@ -447,7 +447,7 @@ def make_vit(folder: Path, seed: int) -> None:
 
 
 def make(name: str, folder: Path, first: int) -> None:
-    """Writes one folder, with the first seed that fits."""
+    """Write one folder, with the first seed that fits."""
     kind, more, options = MODELS[name]
     for seed in range(first, first + 200):
         model = build(kind, more, seed)

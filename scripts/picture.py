@@ -1,4 +1,4 @@
-"""Draws the loss curve of a run as one SVG file, for the README.
+"""Draw the loss curve of a run as one SVG file, for the README.
 
     python scripts/picture.py RUN_DIR [--out docs/images/quickstart.svg]
 
@@ -19,7 +19,7 @@ HEIGHT, HEAD = 340, 84
 
 
 def picture(run: Run) -> str:
-    """The SVG."""
+    """Return the SVG of a loss curve."""
     name, facts = words(run)
     loss = points(run.train, "loss")
     series = [
@@ -50,7 +50,7 @@ def picture(run: Run) -> str:
 
 
 def words(run: Run) -> tuple[str, str]:
-    """The command; and what was trained, on what, for how long, and what came out."""
+    """Return the command, and a line with the model, the data, the time and the final loss."""
     lock = run.lock
     parts = [
         f"{lock['parameters'] / 1e6:.1f}M parameters" if "parameters" in lock else "",
@@ -62,7 +62,7 @@ def words(run: Run) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line and write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--out", type=Path, default=OUT)

@@ -54,7 +54,7 @@ TESTED_BY = {
     "axlearn_plugins_runtime.launch.pods": "plugins/runtime/launch/test_kubernetes.py",
     "axlearn_plugins_runtime.local_tier": "plugins/runtime/test_tiered.py",
     "axlearn_plugins_serving.disaggregated.router": "plugins/serving/test_disaggregated.py",
-    "axlearn_plugins_serving.functions": "plugins/serving/test_programs.py",
+    "axlearn_plugins_serving.functions": "plugins/serving/test_runner.py",
     "axlearn_plugins_serving.server.engine_thread": "plugins/serving/server/test_server_api.py",
     "axlearn_plugins_serving.server.limits": "plugins/serving/server/test_server_large_requests.py",
     "axlearn_plugins_serving.server.message_schemas": "plugins/serving/server/test_schemas_null_fields.py",

@@ -16,10 +16,10 @@ def write_sums(folder, *, train=40, held_out=8):
     return f"{{type: jsonl-task, paths: {folder}/train.jsonl, validation_paths: {folder}/held_out.jsonl}}"
 
 
-def arguments(run, task, *, steps, ahead=0, settings=()):
+def arguments(run, task, *, steps, ahead=0, settings=(), method="grpo", options="kl=0", features=()):
     """Return the arguments of `axlearn train` for a run with bit-identical rollouts."""
-    options = f"task={task},batch_size=4,group_size=4,max_tokens=4,ahead={ahead},kl=0"
-    more = ("--with", f"grpo:{options}", "--with", "batch-invariant")
+    options = f"task={task},batch_size=4,group_size=4,max_tokens=4,ahead={ahead},{options}"
+    more = tuple(word for f in (f"{method}:{options}", "batch-invariant", *features) for word in ("--with", f))
     toy = (
         "model.vocab_size=264",
         "model.decoder.hidden_dim=64",  # parity needs products of this width

@@ -3,7 +3,7 @@
 import pytest
 
 from axlearn_core.plugins.registry import registry
-from axlearn_testing.dropped import find_dropped, find_dropped_in_turn
+from axlearn_testing.dropped import add_fewest_needs, feature_text, find_dropped, find_dropped_in_turn
 from support import dropping_features
 from support.dropping_features import PLANTED
 
@@ -37,3 +37,15 @@ def test_features_in_one_request(quickstart):
     (dropped,) = find_dropped(quickstart, "drop-sinks", "ema", "sinks", "expert-parallel")
     assert (dropped.feature, dropped.effect.path) == ("sinks", "model.decoder.layer.attention")
     assert find_dropped(quickstart, "drop-sinks:careful=true", "ema", "sinks", "expert-parallel") == ()
+
+
+def test_an_example_needs_no_feature_that_another_one_makes_unnecessary(quickstart):
+    method, moe, mask = (feature_text(name) for name in ("dapo", "moe", "sampling-mask"))
+    assert add_fewest_needs(quickstart, mask) == (feature_text("grpo"), mask)
+    assert add_fewest_needs(quickstart, method, mask) == (method, mask)
+    assert add_fewest_needs(quickstart, method, "router-replay") == (moe, method, "router-replay")
+    assert find_dropped_in_turn(quickstart, method, mask) == ()
+
+
+def test_a_needed_feature_may_replace_what_it_declares(quickstart):
+    assert find_dropped_in_turn(quickstart, feature_text("chat"), "sampling-mask") == ()

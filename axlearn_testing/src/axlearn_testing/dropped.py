@@ -1,6 +1,7 @@
 """Find features that drop the effect of another feature. Only configs are compared; nothing is built."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,16 +39,38 @@ class Dropped:
         return f"{', then '.join(self.features)}: the effect of {self.feature} is lost, and {why}\n    {self.effect}"
 
 
-def add_needs(*texts: str) -> tuple[str, ...]:
-    """Return `NAME:OPTIONS` of features and of the features that they need."""
+def add_needs(*texts: str, examples: bool = True) -> tuple[str, ...]:
+    """Return `NAME:OPTIONS` of features and of the features that they need.
+
+    Args:
+        texts: `NAME:OPTIONS` of each feature.
+        examples: Whether to add the features that only an example requires (`Feature.example_needs`).
+    """
     names = {text.partition(":")[0] for text in texts}
-    missing = [name for name in _needed_names(texts) if name not in names]
-    return add_needs(*map(feature_text, missing), *texts) if missing else texts
+    missing = [name for name in _needed_names(texts, examples) if name not in names]
+    return add_needs(*map(feature_text, missing), *texts, examples=examples) if missing else texts
 
 
-def _needed_names(texts: Iterable[str]) -> list[str]:
+def add_fewest_needs(tree: Node[Any], *texts: str) -> tuple[str, ...]:
+    """Return `NAME:OPTIONS` of features and of the features that they need on a config.
+
+    Features that only an example requires are left out if the config, or one of `texts`, makes them unnecessary: `sampling-mask`
+    needs a method with rollouts, so with `dapo` it does not need `grpo`.
+    """
+    needed, required = add_needs(*texts), add_needs(*texts, examples=False)
+    optional = [text for text in needed if text not in required]
+    for count in range(len(optional)):
+        for chosen in itertools.combinations(optional, count):
+            fewer = add_needs(*chosen, *texts, examples=False)
+            if not isinstance(_resolve_or_refusal(tree, fewer), AxlearnError):
+                return fewer
+    return needed
+
+
+def _needed_names(texts: Iterable[str], examples: bool = True) -> list[str]:
     names = sorted({text.partition(":")[0] for text in texts})
-    return list(dict.fromkeys(other for name in names for other in needed_features(name)))
+    needs = needed_features if examples else lambda name: registry().feature(name).needs
+    return list(dict.fromkeys(other for name in names for other in needs(name)))
 
 
 def needed_features(name: str) -> tuple[str, ...]:
@@ -69,9 +92,9 @@ def find_effects_alone(tree: Node[Any], text: str) -> tuple[Effect, ...]:
     Raises:
         RequestError: The config cannot have the feature.
     """
-    needs = add_needs(text)[:-1]
-    before = resolve(tree, with_=needs).config if needs else tree
-    return find_effects(before, resolve(before, with_=add_needs(text)).config)
+    texts = add_fewest_needs(tree, text)
+    before = resolve(tree, with_=texts[:-1]).config if len(texts) > 1 else tree
+    return find_effects(before, resolve(before, with_=texts).config)
 
 
 def find_dropped(tree: Node[Any], *texts: str) -> tuple[Dropped, ...]:
@@ -84,14 +107,15 @@ def find_dropped(tree: Node[Any], *texts: str) -> tuple[Dropped, ...]:
     Raises:
         RequestError: The config cannot have one of the features, or cannot have all of them.
     """
-    texts = add_needs(*texts)
+    texts = add_fewest_needs(tree, *texts)
     alone = {text.partition(":")[0]: find_effects_alone(tree, text) for text in texts}
     resolved = resolve(tree, with_=texts)
     order = tuple(name for name, _ in resolved.features)
 
     def without(name: str) -> Node[Any] | None:
-        remaining = [text for text in texts if text.partition(":")[0] != name]
-        return resolve(tree, with_=remaining).config if name not in {*_needed_names(remaining)} else None
+        remaining = tuple(text for text in texts if text.partition(":")[0] != name)
+        resolved = None if name in _needed_names(remaining) else _resolve_or_refusal(tree, remaining)
+        return resolved.config if isinstance(resolved, Resolved) else None
 
     return _list_dropped(alone, order, resolved.config, resolved.decisions, without)
 
@@ -111,13 +135,15 @@ def find_dropped_in_turn(tree: Node[Any], first: str, second: str) -> tuple[Drop
     """
     names = (first.partition(":")[0], second.partition(":")[0])
     alone = {name: find_effects_alone(tree, text) for name, text in zip(names, (first, second), strict=True)}
-    with_first = _resolve_cached(tree, add_needs(first)).config
-    resolved = resolve(with_first, with_=add_needs(second))
+    with_first = _resolve_cached(tree, add_fewest_needs(tree, first)).config
+    texts = add_fewest_needs(with_first, second)
+    resolved = resolve(with_first, with_=texts)
+    order = (names[0], *(name for text in texts if (name := text.partition(":")[0]) != names[0]))
 
     def without(name: str) -> Node[Any] | None:
         return with_first if name == names[1] else None
 
-    return _list_dropped(alone, names, resolved.config, resolved.decisions, without)
+    return _list_dropped(alone, order, resolved.config, resolved.decisions, without)
 
 
 def find_dropped_or_refusal(tree: Node[Any], first: str, second: str) -> tuple[Dropped, ...] | AxlearnError:
@@ -133,6 +159,16 @@ def find_dropped_or_refusal(tree: Node[Any], first: str, second: str) -> tuple[D
 @functools.lru_cache(maxsize=256)
 def _resolve_cached(tree: Node[Any], texts: Sequence[str]) -> Resolved:
     return resolve(tree, with_=texts)
+
+
+@functools.lru_cache(maxsize=256)
+def _resolve_or_refusal(tree: Node[Any], texts: Sequence[str]) -> Resolved | AxlearnError:
+    try:
+        return resolve(tree, with_=texts)
+    except PluginError:
+        raise  # a feature that fails, and does not refuse
+    except AxlearnError as error:
+        return error
 
 
 def _list_dropped(

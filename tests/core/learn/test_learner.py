@@ -379,9 +379,17 @@ def test_a_non_finite_gradient_of_a_rule_optimizer_skips_the_step():
     np.testing.assert_array_equal(new["w"], params["w"])
 
 
+@pytest.mark.parametrize(
+    ("pattern", "frozen"), [("a.*|b", {"a.x", "b"}), ("!a.*|b", {"a", "c.x"}), ("!a.*|**.x", {"a", "b"})]
+)
+def test_a_pattern_may_have_alternatives(pattern, frozen):
+    learner = Learner.Config(rules=(ParameterRule(pattern=pattern, freeze=True),)).build(max_steps=1)
+    assert set(learner.frozen_params(["a", "a.x", "b", "c.x"])) == frozen
+
+
 def test_a_freezing_rule_keeps_variables_that_train_by_rules_of_their_own():
     rules = (
-        ParameterRule(pattern="!**.lora_*", freeze=True),
+        ParameterRule(pattern="!**.lora_*|objective.**", freeze=True),
         ParameterRule(pattern="**.weight", learning_rate_scale=2.0),
     )
     learner = Learner.Config(rules=rules).build(max_steps=1)

@@ -124,6 +124,29 @@ def test_processes_with_two_devices_train_as_one_device(task, alone, tmp_path):
     assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-5)
 
 
+PARTS = {
+    "critic": {"method": "ppo", "options": "critic=policy,critic_learning_rate=0.001"},
+    "router-replay": {
+        "features": ("moe:num_experts=4,top_k=2", "router-replay"),
+        "settings": ("input.experts=[2, 2]",),  # layers, experts per token
+    },
+    "sampling-mask": {"features": ("sampling-mask:top_k=20,top_p=0.95",)},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_two_processes_train_as_one_with_other_parts(task, tmp_path, name):
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    cli_runs.axlearn(*rollout_runs.arguments(alone, task, steps=2, **PARTS[name]), fresh=True)
+    together(rollout_runs.arguments(shared, task, steps=2, **PARTS[name]))
+    rows = [rollout_runs.curves(run) for run in (shared, alone)]
+    assert [row.keys() for row in rows[0]] == [row.keys() for row in rows[1]]
+    assert len(rows[0]) == 2
+    for row, expected in zip(*rows, strict=True):
+        for key, value in expected.items():
+            assert row[key] == pytest.approx(value, rel=1e-5, abs=1e-5), (row["step"], key)
+
+
 @pytest.mark.parametrize(
     "options", [(), ("--set", "loop.dead_groups=resample", "--ahead", "1")], ids=["keep", "resample"]
 )

@@ -15,7 +15,8 @@ from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.sharding import logical_rules
 from axlearn_plugins_serving.local_engine import serve
-from axlearn_plugins_serving.runner import ModelRunner, RunnerProgram
+from axlearn_plugins_serving.runner import ModelRunner
+from axlearn_plugins_serving.runner_program import RunnerProgram
 from axlearn_plugins_serving.serving_linear import (
     LAYOUTS,
     WEIGHT_FIRST_ROWS,

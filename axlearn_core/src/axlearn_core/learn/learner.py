@@ -25,8 +25,8 @@ class ParameterRule(Node[None]):
     excluded from weight decay, if any of these rules says so.
 
     Attributes:
-        pattern: Pattern in which `*` matches one part of a path and `**` matches any number of parts. A leading `!`
-            inverts the match (`!**.lora_*`).
+        pattern: Pattern in which `*` matches one part of a path and `**` matches any number of parts. `|` separates
+            alternatives. A leading `!` inverts the match (`!**.lora_*|objective.**`).
         learning_rate_scale: Factor for the updates.
         weight_decay: Set to False to disable weight decay.
         freeze: Set to True to keep the parameters constant and allocate no optimizer state for them. This also freezes

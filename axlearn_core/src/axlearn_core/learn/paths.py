@@ -48,21 +48,27 @@ def unflatten(like: object, leaves: Mapping[str, Any]) -> Any:
 
 
 def match_paths(pattern: str, paths: Iterable[str]) -> list[str]:
-    """Return the paths that match a pattern of `*` and `**`. A leading `!` inverts the match."""
-    negated, plain = pattern.startswith("!"), pattern.removeprefix("!")
-    return [path for path in paths if matches(plain, path) != negated]
+    """Return the paths that match a pattern.
+
+    Args:
+        pattern: `*` matches one part of a path and `**` matches any number of parts. `|` separates alternatives. A leading
+            `!` inverts the match of all alternatives: `!a.**|b` matches the paths that neither `a.**` nor `b` matches.
+        paths: Dotted paths.
+    """
+    negated, alternatives = pattern.startswith("!"), pattern.removeprefix("!").split("|")
+    return [path for path in paths if any(matches(a, path) for a in alternatives) != negated]
 
 
 def select(pattern: str, paths: Iterable[str], *, setting: str) -> list[str]:
-    """Return the paths that match a pattern of `*` and `**`. A leading `!` inverts the match.
+    """Return the paths that match a pattern; see `match_paths`.
 
     Raises:
         RequestError: If no path matches. The message lists the nearest paths.
     """
     paths = list(paths)
-    negated, plain = pattern.startswith("!"), pattern.removeprefix("!")
     matching_paths = match_paths(pattern, paths)
     if not matching_paths:
+        negated, plain = pattern.startswith("!"), pattern.removeprefix("!").split("|")[0]
         plain = plain.replace("**.", "").replace(".**", "")
         paths_by_tail = {
             p.split(".", p.count(".") - plain.count("."))[-1]: p for p in paths if p.count(".") >= plain.count(".")
@@ -71,6 +77,6 @@ def select(pattern: str, paths: Iterable[str], *, setting: str) -> list[str]:
         raise RequestError(
             f"{setting}: the pattern {pattern!r} {'leaves' if negated else 'matches'} no parameter\n"
             f"    nearest: {', '.join(close or paths[:5])}\n"
-            "    fix: `*` matches one part of a dotted path, `**` matches any number of parts"
+            "    fix: `*` matches one part of a dotted path, `**` matches any number of parts, and `|` separates alternatives"
         )
     return matching_paths

@@ -84,7 +84,6 @@ NAMES: Mapping[str, str] = {
     "axlearn_core.train.trainer.run_listeners": "axlearn_core.train.listeners.plugin_listeners",
     "axlearn_plugins_finetune.runs": "axlearn_core.run.Run.derive to write a run; axlearn_plugins_finetune.conversion",
     "axlearn_core.nn.linear.WEIGHT_FIRST_ROWS": "axlearn_plugins_serving.serving_linear.WEIGHT_FIRST_ROWS",
-    "axlearn_plugins_serving.runner_program": "axlearn_plugins_serving.runner.RunnerProgram, which has a runner's functions",
     "axlearn_plugins_serving.weight_layout": "axlearn_plugins_serving.serving_linear for layouts of weights, and "
     "axlearn_plugins_serving.parity for the parity mode",
     "axlearn_plugins_transformer.transformer.TwoHalves": "axlearn_plugins_transformer.layer_roles.SplitLayerRole, a base of "

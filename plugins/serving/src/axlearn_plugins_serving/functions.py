@@ -1,14 +1,13 @@
 """The functions that a runner compiles.
 
-They compute steps with a paged cache and update the cache and the tables.
+They compute steps with a paged cache and update the tables. `cache_functions` has those that move blocks of the cache.
 
 Legend: R rows of one token, K chunks of C tokens, L = R + K, T = R + K C, D width, V vocabulary.
 """
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +24,7 @@ from axlearn_core.errors import RequestError
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_serving import token_sampling
+from axlearn_plugins_serving.cache_functions import CacheFunctions
 from axlearn_plugins_serving.serving_linear import WeightLayout, lay_out_maps
 from axlearn_plugins_serving.slot_tables import PLAIN_COLUMNS, assign_plain_rows
 from axlearn_plugins_serving.step_inputs import (
@@ -39,9 +39,7 @@ from axlearn_plugins_serving.step_inputs import (
     StepBucket,
 )
 from axlearn_plugins_serving.text_embedding import EmbedBucket, Pooling, pool
-from axlearn_plugins_serving.token_records import read_pages
 from axlearn_plugins_serving.token_sampling import ChosenTokens, Tables
-from axlearn_plugins_transformer.cache_spec import CacheEntry
 from axlearn_plugins_transformer.causal_lm import DraftsFromCache, DraftsTokens, NewTokens, splits_decoder
 from axlearn_plugins_transformer.functions import Arrays, GenerationFunctions
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
@@ -114,6 +112,12 @@ class ServingFunctions:
         self._num_layers = len(spec)
         self._graph, self._state = nnx.split(model)
         self.cache_spec = (*spec, *separate.draft_cache_spec()) if self._heads_keep_cache else spec
+        self._cache = CacheFunctions(
+            self.cache_spec,
+            blocks=sizes.blocks,
+            requests=sizes.slots + sizes.snapshots,
+            blocks_per_call=sizes.blocks_per_call,
+        )
 
     def declare(self) -> Mapping[str, Function]:
         """Return the functions that create the inputs of steps, by name."""
@@ -131,9 +135,6 @@ class ServingFunctions:
                 runs_once=True,
                 describe="the weights of separate layers that differ from the model's arrays",
             ),
-            "serve_cache": Function(
-                call=self._build_cache, takes_model=False, runs_once=True, describe="an empty cache"
-            ),
             "serve_tables": Function(
                 call=lambda: Tables.init(self.sizes.slots, self.vocab),
                 outputs=lambda _: tables,
@@ -141,6 +142,7 @@ class ServingFunctions:
                 runs_once=True,
                 describe="the tables of unassigned slots",
             ),
+            **self._cache.declare(),
             **self._adapter_functions(weights),
         }
 
@@ -185,7 +187,7 @@ class ServingFunctions:
         return {
             **self._table_functions(tables),
             **self._step_functions(weights, tables, cache),
-            **self._block_functions(cache),
+            **self._cache.declare_steps(cache),
         }
 
     def _table_functions(self, tables: Any) -> Mapping[str, Function]:
@@ -257,47 +259,6 @@ class ServingFunctions:
             ),
         }
 
-    def _block_functions(self, cache: Any) -> Mapping[str, Function]:
-        ids = Array((self.sizes.blocks_per_call,), jnp.int32)
-        contents = jax.tree.map(
-            lambda s: Array(s.shape, s.dtype),
-            jax.eval_shape(self._read_pages, cache, jax.ShapeDtypeStruct(ids.shape, ids.dtype)),
-        )
-        return {
-            "serve_copy": Function(
-                call=lambda cache, source, target: self._map_pages(
-                    lambda x: x.at[target].set(x.at[source].get(mode="clip"), mode="drop"), cache
-                ),
-                inputs=lambda _: (cache, ids, ids),
-                outputs=lambda _: cache,
-                donate=(0,),
-                takes_model=False,
-                describe="copy cache blocks",
-            ),
-            "serve_read": Function(
-                call=self._read_pages,
-                inputs=lambda _: (cache, ids),
-                takes_model=False,
-                describe="read blocks",
-            ),
-            "serve_records": Function(
-                call=lambda cache, source: read_pages(self.cache_spec, cache, source),
-                inputs=lambda _: (cache, ids),
-                takes_model=False,
-                describe="read the records of blocks",
-            ),
-            "serve_write": Function(
-                call=lambda cache, target, contents: self._map_pages(
-                    lambda x, new: x.at[target].set(new, mode="drop"), cache, contents
-                ),
-                inputs=lambda _: (cache, ids, contents),
-                outputs=lambda _: cache,
-                donate=(0,),
-                takes_model=False,
-                describe="write blocks",
-            ),
-        }
-
     def _build_weights(self, model: Any) -> Arrays:
         flat = self._generation.separate_arrays(model)
         return {**flat, HEAD: model.decoder.head_weight()} if self._tied else flat
@@ -326,41 +287,6 @@ class ServingFunctions:
         ]
         flat = self._generation.separate_arrays(nnx.merge(self._graph, nnx.from_flat_state(values)))
         return {path: array for path, array in flat.items() if path.endswith(ADAPTERS)}
-
-    def _build_cache(self) -> Any:
-        sizes = self.sizes
-        leading = {"page": (sizes.blocks,), "request": (sizes.slots + sizes.snapshots,)}
-        return jax.tree.map(lambda entry: entry.empty(leading[entry.per]), self.cache_spec)
-
-    def _map_pages(self, change: Callable[..., jax.Array], cache: Any, *others: Sequence[Any]) -> Any:
-        """Replace the arrays of a cache that have a leading axis of blocks.
-
-        `others` are sequences with an item for each of these arrays. If several layers share an array, `change` sees the blocks of
-        one layer.
-        """
-        items = iter(zip(*others, strict=True)) if others else itertools.repeat(())
-
-        def change_entry(entry: CacheEntry, x: Any) -> Any:
-            if entry.per != "page":
-                return x
-            arguments = next(items)
-            run = change if entry.layers is None else jax.vmap(change, in_axes=(0, *(1,) * len(arguments)))
-            return run(x, *arguments)
-
-        return jax.tree.map(change_entry, self.cache_spec, cache)
-
-    def _read_pages(self, cache: Any, source: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the blocks `source`, int32 [N], of each array with blocks: [N, ...], or [N, layers, ...]."""
-
-        def read(x: jax.Array) -> jax.Array:
-            return x.at[source].get(mode="clip")
-
-        arrays = zip(jax.tree.leaves(self.cache_spec), jax.tree.leaves(cache), strict=True)
-        return tuple(
-            read(x) if entry.layers is None else jax.vmap(read, out_axes=1)(x)
-            for entry, x in arrays
-            if entry.per == "page"
-        )
 
     def _run_decoder(
         self, arrays: Arrays, cache: Any, tables: Tables, step: Step

@@ -18,7 +18,8 @@ from axlearn_plugins_serving.admission import MAX_LOGPROBS
 from axlearn_plugins_serving.contracts import Output, Request, Sampling, TokenLogprobs
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import build_engine, check_decoder, remove_kernels
-from axlearn_plugins_serving.runner import ModelRunner, RunnerProgram
+from axlearn_plugins_serving.runner import ModelRunner
+from axlearn_plugins_serving.runner_program import RunnerProgram
 from axlearn_plugins_verify.properties.causality import bidirectional
 from axlearn_plugins_verify.properties.decode import exact_caches
 from axlearn_plugins_verify.prove.contract import Difference, Outcome

@@ -2,52 +2,37 @@
 
 It compiles its functions before the first request.
 
-`RunnerProgram` contains these functions. It also works without a runner: a plan compiles it for devices that are not present.
+`runner_program` declares these functions.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import jax
 import numpy as np
 
-from axlearn_core.compose import Function, Functional, ModelWeights, Program
+from axlearn_core.compose import ModelWeights, Program
 from axlearn_core.compose.model_program import ModelProgram
-from axlearn_core.config import Configurable, Node, find, node, setting
-from axlearn_core.config.tree import find_slots
-from axlearn_core.contracts.mesh import Mesh
-from axlearn_core.contracts.target import Target
-from axlearn_core.errors import Problem, RequestError
+from axlearn_core.config import Configurable, node
+from axlearn_core.errors import RequestError
 from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.contracts import Row, Sampling, SubmittedStep
-from axlearn_plugins_serving.engine_weights import EngineWeights, KeptArray, model_weights, place_weights
-from axlearn_plugins_serving.functions import ServingFunctions, Sizes
+from axlearn_plugins_serving.engine_weights import EngineWeights, model_weights, place_weights
 from axlearn_plugins_serving.memory_errors import SMALLER_CACHE, SMALLER_WEIGHTS, explain_memory
 from axlearn_plugins_serving.packing import Packer, PendingStep
-from axlearn_plugins_serving.paged_cache_feature import UsePagedCache
-from axlearn_plugins_serving.parity import check_parity, min_rows
-from axlearn_plugins_serving.programs import BackgroundLoader, Shapes, identity, list_functions, load_programs
-from axlearn_plugins_serving.serving_linear import WeightLayout, choose_layout, describe_kept_layouts
+from axlearn_plugins_serving.parity import check_parity
+from axlearn_plugins_serving.programs import BackgroundLoader, list_functions, load_programs
+from axlearn_plugins_serving.runner_config import RunnerConfig
+from axlearn_plugins_serving.runner_program import BLOCKS_PER_CALL, RunnerProgram, read_adapters
 from axlearn_plugins_serving.slot_tables import SlotTables
-from axlearn_plugins_serving.step_inputs import StepBucket
-from axlearn_plugins_serving.text_embedding import EmbedBucket, PendingTexts, Pooling, embed_buckets, pack_texts
-from axlearn_plugins_serving.token_records import list_records
+from axlearn_plugins_serving.text_embedding import PendingTexts, pack_texts
 from axlearn_plugins_serving.token_sampling import MAX_BIAS
-from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
-from axlearn_plugins_transformer.batch_invariant import with_invariant_kernels
 from axlearn_plugins_transformer.cache_spec import has_states, read_prefix, read_window
-from axlearn_plugins_transformer.kv_cache import KVCache
-from axlearn_plugins_transformer.layer_roles import RecurrentRole
 
 if TYPE_CHECKING:
-    from axlearn_plugins_finetune.lora.rows import RowAdapters
-
-BLOCKS_PER_CALL = 16
-"""Number of blocks that one call copies, reads or writes."""
-SETUP_FUNCTIONS = ("serve_tables", "serve_cache", "serve_weights")
-"""Functions that create the inputs of steps."""
+    pass
 
 
 class ModelRunner(Configurable):
@@ -67,120 +52,8 @@ class ModelRunner(Configurable):
     """
 
     @node
-    class Config(Configurable.Config["ModelRunner"]):
-        """The sizes that determine the shapes of steps.
-
-        Each step uses the smallest of these shapes that fits its rows.
-
-        Attributes:
-            block_size: Tokens per block.
-            num_blocks: Number of blocks in the cache; None allocates enough for `max_rows` requests of `max_context` tokens.
-            max_rows: Maximum number of running requests.
-            max_context: Maximum number of tokens in a request, including its output. The default is 2,048, or the model's
-                own context length if that is smaller.
-            beyond_context: Whether to allow a longer context than the model's own, which makes RoPE extrapolate.
-            max_step_tokens: Maximum number of prompt tokens in a step, rounded up to whole chunks.
-            chunk: Prompt tokens computed as one row of a step. A prompt uses as many rows as it needs.
-            row_buckets: Numbers of decoding requests to compile steps for; `max_rows` is always included.
-            chunk_buckets: Numbers of chunks to compile steps for; the number for `max_step_tokens` is always included. Steps
-                without decoding requests are compiled only for the smallest and the largest number.
-            decode_steps: Maximum number of tokens to decode in one dispatch.
-            mode: `fast`, or `parity` for results that match the training program in its batch-invariant mode bit for bit.
-            layers: `separate` gives steps a weight per layer, in the layout that the processor reads fastest. `stacked` lets steps
-                scan over the arrays of training, so that weights of a training program in the same process are not copied.
-            cache_dtype: Storage dtype of cached keys and values, with a scale per token and head. None uses the model's dtype.
-            adapters: Name -> directory written by `axlearn lora export`. Requests select an adapter by name.
-            adapter_slots: Number of adapters that can be added later, in addition to `adapters`.
-            adapter_rank: Largest rank of adapters that are added later.
-            adapter_targets: Patterns of the paths of linear maps that adapters that are added later may change.
-            kernel: Kernel for the `paged_attention` op; None picks the best kernel for the mode.
-            num_snapshots: Number of recurrent states to keep for later requests, if the model has recurrent layers. None keeps two
-                per running request.
-            drafts: Whether each step drafts tokens with the model's heads. The `model-drafter` turns it on.
-            pooling: Pooling of hidden states to embeddings: `mean`, `last` or `cls` (the first token). None uses the pooling of the
-                model's files, and computes no embeddings if they have none. `off` turns embeddings off.
-            kept_tokens: Maximum number of tokens to report with `sampling_logprobs` that top-k, top-p and min-p kept.
-        """
-
-        block_size: int = setting(default=32, ge=1)
-        num_blocks: int | None = setting(default=None, ge=1)
-        max_rows: int = setting(default=16, ge=1)
-        max_context: int = setting(default=2048, ge=1)
-        beyond_context: bool = False
-        max_step_tokens: int = setting(default=512, ge=1)
-        chunk: int = setting(default=32, ge=1)
-        row_buckets: tuple[int, ...] = (1, 4)
-        chunk_buckets: tuple[int, ...] = (1, 2, 4, 6, 8, 10, 12, 14)
-        decode_steps: int = setting(default=1, ge=1)
-        mode: Literal["fast", "parity"] = "fast"
-        layers: Literal["separate", "stacked"] = "separate"
-        cache_dtype: Literal["int8", "float8_e4m3fn"] | None = None
-        adapters: Mapping[str, str] = {}
-        adapter_slots: int = setting(default=0, ge=0, le=256)
-        adapter_rank: int = setting(default=16, ge=1)
-        adapter_targets: tuple[str, ...] = ("**.attention.*",)
-        kernel: str | None = None
-        num_snapshots: int | None = setting(default=None, ge=0)
-        drafts: bool = False
-        pooling: Literal["mean", "last", "cls", "off"] | None = None
-        kept_tokens: int = setting(default=0, ge=0, le=2**14, hide_default=True)
-
-        def validate(self) -> Iterable[Problem]:
-            """Report invalid buckets, and caches that hold too many tokens."""
-            yield from super().validate()
-            most = 2**31 // max(1, self.block_size) - 1
-            if self.total_blocks > most:
-                yield Problem(
-                    path="num_blocks",
-                    message="a step counts cached tokens in 32 bits, so the cache has too many blocks",
-                    got=str(self.total_blocks),
-                    expected=f"at most {most}",
-                )
-            for name in ("row_buckets", "chunk_buckets"):
-                if any(size < 1 for size in getattr(self, name)):
-                    yield Problem(
-                        path=name,
-                        message="bucket sizes must be positive",
-                        got=str(getattr(self, name)),
-                        expected="at least 1 each",
-                    )
-
-        @property
-        def blocks_per_request(self) -> int:
-            """Maximum number of blocks per request."""
-            return -(-self.max_context // max(1, self.block_size))
-
-        @property
-        def total_blocks(self) -> int:
-            """Number of blocks in the cache."""
-            return self.num_blocks or self.max_rows * self.blocks_per_request
-
-        @property
-        def total_snapshots(self) -> int:
-            """Number of recurrent states to keep for later requests."""
-            return 2 * self.max_rows if self.num_snapshots is None else self.num_snapshots
-
-        @property
-        def embed_pooling(self) -> Pooling | None:
-            """Pooling of embeddings, or None if the runner computes none."""
-            return None if self.pooling == "off" else self.pooling
-
-        @property
-        def embed_buckets(self) -> list[EmbedBucket]:
-            """The shapes of batches of texts to embed, in ascending order of length."""
-            return [] if self.embed_pooling is None else embed_buckets(self.max_context, self.max_step_tokens)
-
-        def buckets(self, *, states: bool = False) -> list[StepBucket]:
-            """Return the shapes of steps, in ascending order. `states` is set for models with recurrent layers."""
-            rows = sorted({min(n, self.max_rows) for n in (*self.row_buckets, self.max_rows)})
-            most = -(-self.max_step_tokens // self.chunk)
-            chunks = sorted({min(n, most) for n in (*self.chunk_buckets, most)})
-
-            def bucket(rows: int, chunks: int) -> StepBucket:
-                return StepBucket(rows, chunks, self.chunk, self.blocks_per_request, states)
-
-            prompt_only = [bucket(0, k) for k in sorted({chunks[0], most})]
-            return [*[bucket(n, 0) for n in rows], *prompt_only, *[bucket(rows[-1], k) for k in chunks]]
+    class Config(RunnerConfig["ModelRunner"]):
+        """Settings for `ModelRunner`; see `RunnerConfig`."""
 
     def __init__(
         self,
@@ -436,183 +309,3 @@ class ModelRunner(Configurable):
 
     def _pad_ids(self, blocks: Sequence[int]) -> np.ndarray:
         return np.asarray([*blocks, *[self.num_blocks] * (BLOCKS_PER_CALL - len(blocks))], np.int32)
-
-
-class RunnerProgram(ModelProgram):
-    """The functions of a runner, for devices that need not be present.
-
-    Steps are declared after the cache.
-
-    Attributes:
-        cfg: Config of the runner.
-        model: Config of the model, without the caches and adapters that the runner adds.
-        buckets: Shapes of steps, in ascending order.
-    """
-
-    def __init__(
-        self,
-        cfg: ModelRunner.Config,
-        model: Node[Any],
-        devices: Sequence[Any],
-        mesh: Mesh | None = None,
-        target: Target | None = None,
-    ):
-        """Build the program.
-
-        `model` is the config of a `CausalLM`; see `ModelProgram` for the other arguments.
-        """
-        self.cfg, self.model = cfg, model
-        parity, on_cpu = cfg.mode == "parity", devices[0].platform == "cpu"
-        has_adapters = bool(cfg.adapters or cfg.adapter_slots)
-        self._weight_layout: WeightLayout | None = choose_layout(
-            model, devices, parity=parity, has_adapters=has_adapters, stacked=cfg.layers == "stacked"
-        )
-        cache = UsePagedCache(
-            page_size=cfg.block_size,
-            heads_first=on_cpu,
-            store=cfg.cache_dtype,
-            expand_latents=parity,
-            kernel=cfg.kernel,
-        )
-        # A model without attention has no cache of tokens.
-        has_attention = find_slots(model, KVCache) or find_slots(model, LatentCache)
-        served = model if find(model, RecurrentRole) and not has_attention else cache.apply(model)
-        if has_adapters:
-            served = read_adapters(cfg).apply(served)
-        if parity:
-            served = with_invariant_kernels(served)
-        super().__init__(Functional.from_config(served), devices, mesh, target, self._declare)
-        self.buckets = cfg.buckets(states=has_states(self.cache_spec))
-        if (prefix := read_prefix(self.cache_spec)) > cfg.chunk:
-            raise RequestError(
-                f"a chunk cannot contain the prefix, whose tokens attend to each other in both directions\n"
-                f"    got: runner.chunk={cfg.chunk}, and a prefix of {prefix} tokens\n    expected: at least {prefix}\n"
-                f"    fix: set serving.runner.chunk={prefix}"
-            )
-
-    @classmethod
-    def for_program(
-        cls, program: Program | ModelProgram | None, cfg: ModelRunner.Config, model: Any
-    ) -> "RunnerProgram":
-        """Build the program on the devices of `program`, or on one device if it is None."""
-        if program is None:
-            return cls(cfg, model.cfg, jax.local_devices()[:1])
-        return cls(cfg, model.cfg, list(program.layout.mesh.devices.flat), program.mesh, program.target)
-
-    @classmethod
-    def with_steps(
-        cls,
-        cfg: ModelRunner.Config,
-        model: Node[Any],
-        devices: Sequence[Any],
-        mesh: Mesh | None = None,
-        target: Target | None = None,
-    ) -> "RunnerProgram":
-        """Build the program with all its functions.
-
-        This allocates nothing on the devices.
-        """
-        program = cls(cfg, model, devices, mesh, target)
-        shapes, places = program.trace("serve_cache").out_info, program.compile("serve_cache").output_shardings
-        program.declare_steps(
-            jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
-        )
-        return program
-
-    @property
-    def cache_spec(self) -> Any:
-        """The entries of each layer's cache; see `axlearn_plugins_transformer.cache_spec`."""
-        return self._serving.cache_spec
-
-    @property
-    def records(self) -> tuple[str, ...]:
-        """Names of the records that the layers keep in their caches."""
-        return list_records(self.cache_spec)
-
-    @property
-    def kept_weights(self) -> Mapping[str, KeptArray]:
-        """The arrays that steps read as the model has them, by the path that steps use."""
-        steps = self.arguments("serve", self.buckets[0])[0]
-        return {path: KeptArray(source, steps[path].sharding) for path, source in self._serving.unchanged.items()}
-
-    @property
-    def configs(self) -> Mapping[str, Node[Any]]:
-        """The configs that determine the functions."""
-        return {"model": self.model, "runner": self.cfg}
-
-    def _declare(self, model: Any) -> Mapping[str, Function]:
-        cfg = self.cfg
-        sizes = Sizes(
-            blocks=cfg.total_blocks,
-            block_size=cfg.block_size,
-            slots=cfg.max_rows,
-            blocks_per_call=BLOCKS_PER_CALL,
-            steps=cfg.decode_steps,
-            adapters=len(cfg.adapters) + cfg.adapter_slots,
-            min_rows=min_rows(model) if cfg.mode == "parity" else 1,
-            layout=self._weight_layout,
-            snapshots=cfg.total_snapshots,
-            stacked=cfg.layers == "stacked",
-            drafts=cfg.drafts,
-            pooling=cfg.embed_pooling,
-            kept_tokens=cfg.kept_tokens,
-        )
-        self._serving = ServingFunctions(model, sizes)
-        return self._serving.declare()
-
-    def declare_steps(self, cache: Any) -> None:
-        """Declare the steps.
-
-        `cache` is the output of `serve_cache`: arrays, or abstract arrays with shardings.
-        """
-        specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
-        self.functions.update(self._serving.declare_steps(specs))
-
-    def step_shapes(self) -> Shapes:
-        """Return the shapes of all functions that steps may need."""
-        moves = ("serve_assign", "serve_assign_plain", "serve_mask", "serve_copy", "serve_read", "serve_write")
-        moves = (*moves, "serve_records") if self.records else moves
-        shapes: dict[str, Sequence[Any]] = {**{name: [None] for name in moves}, "serve": self.buckets}
-        if self.cfg.adapter_slots:
-            shapes["serve_adapters"] = [None]
-        if self.cfg.embed_pooling is not None:
-            shapes["serve_embed"] = self.cfg.embed_buckets
-        if self.cfg.decode_steps > 1:
-            shapes["serve_decode"] = [bucket for bucket in self.buckets if not bucket.chunks]
-        return shapes
-
-    def shapes(self) -> Shapes:
-        """Return the shapes of all the runner's functions."""
-        return {**{name: [None] for name in SETUP_FUNCTIONS}, **self.step_shapes()}
-
-    def notes(self) -> tuple[str, ...]:
-        """Return notes about linear maps that keep the training weight layout.
-
-        There are none if all maps keep it.
-        """
-        return () if self._weight_layout is None else describe_kept_layouts(self.functional.describe())
-
-    def export_all(self, directory: Path) -> None:
-        """Compile all functions and write them to a new directory.
-
-        Raises:
-            RequestError: If the directory exists or a function cannot be written.
-        """
-        self.export(directory, self.shapes(), identity(self, self.configs))
-
-
-def read_adapters(cfg: ModelRunner.Config) -> "RowAdapters":
-    """Read the adapters of a runner's config, and its room for other adapters.
-
-    Raises:
-        RequestError: If the adapter plugin is not installed or the adapters cannot be selected per row.
-        CheckpointError: If a directory has no adapter.
-    """
-    try:
-        from axlearn_plugins_finetune.lora.rows import FreeSlots, RowAdapters
-    except ImportError as error:
-        raise RequestError(
-            f"adapters need a plugin that is not installed: {error}\n    fix: pip install axlearn-plugins-finetune"
-        ) from error
-    free = FreeSlots(cfg.adapter_slots, cfg.adapter_rank, cfg.adapter_targets)
-    return RowAdapters.read(cfg.adapters, free)

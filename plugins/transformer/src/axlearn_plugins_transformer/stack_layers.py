@@ -271,7 +271,8 @@ def split_inputs(inputs: Mapping[str, jax.Array], num_layers: int) -> Iterator[d
         if array.ndim < 2 or array.shape[1] != num_layers:
             raise RequestError(
                 f"layer_inputs[{name!r}] does not have an input for each layer\n"
-                f"    got: {list(array.shape)}\n    expected: [rows, {num_layers}, ...]"
+                f"    got: {list(array.shape)}\n    expected: [rows, {num_layers}, ...]\n"
+                f"    fix: set the number of layers of the batch entry 'layers.{name}' in the input"
             )
     return iter([{name: array[:, layer] for name, array in inputs.items()} for layer in range(num_layers)])
 

@@ -16,7 +16,7 @@ from axlearn_core.nn.linear import Linear
 from axlearn_core.plugins.registry import registry
 from axlearn_plugins_finetune.lora import adapters
 from axlearn_plugins_finetune.lora.adapters import is_adapter, merge, scales_of, split, unmerge
-from axlearn_plugins_finetune.lora.feature import FROZEN, Lora, without_adapters
+from axlearn_plugins_finetune.lora.feature import FROZEN, FROZEN_WITH_OBJECTIVE, Lora, without_adapters
 from axlearn_plugins_finetune.lora.lora_linear import LoraLinear, is_adapted
 from axlearn_plugins_moe.feature import MoE
 from axlearn_plugins_rope.feature import Rope
@@ -267,6 +267,12 @@ def test_applied_again_it_sets_options_and_adapts_nothing_twice(toy):
     assert {n.rank for p, n in nodes.items() if "attention" in p} == {4}
     assert wider.learner.rules == (FROZEN,)
     assert without_adapters(wider) == toy()
+
+
+def test_the_rule_of_an_earlier_version_is_replaced_and_removed(toy):
+    earlier = patch(Lora().apply(toy()), {"learner.rules": (FROZEN_WITH_OBJECTIVE,)})
+    assert Lora().apply(earlier).learner.rules == (FROZEN,)
+    assert without_adapters(earlier) == toy()
 
 
 def test_rope_and_lora_give_one_tree_in_any_order():

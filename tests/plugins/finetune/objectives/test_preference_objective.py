@@ -164,6 +164,14 @@ def test_rows_that_pad_a_batch_do_not_count(name, measured):
 
 
 @pytest.mark.slow
+def test_with_adapters_the_head_of_a_reward_model_is_trained():
+    trainer = program(f"reward-model:{DATA['reward-model']}", "lora:rank=2")
+    trained = set(trainer.trained.abstract) - set(trainer.function("train").frozen)
+    assert {p for p in trained if not p.endswith(("lora_a", "lora_b"))} == {"objective.head.weight"}
+    assert any(p.endswith("lora_b") for p in trained)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ipo", "kto"])
 def test_with_adapters_the_reference_needs_no_memory(name):
     trainer = program(f"{name}:{DATA[name]}", "lora:rank=2")

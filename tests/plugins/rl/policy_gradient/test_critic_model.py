@@ -274,7 +274,14 @@ def test_a_critic_with_another_tokenizer_is_refused(rewarded):
 
 
 @pytest.mark.slow
-def test_adapters_that_freeze_the_critic_are_refused(rewarded):
-    arguments = ppo_arguments(rewarded[0] / "frozen", rewarded, steps=1, critic_learning_rate="null")
-    result = cli_runs.axlearn(*arguments, "--with", "lora:rank=2", code=2)
+def test_a_frozen_critic_is_refused_and_adapters_leave_it_trained(rewarded):
+    frozen, adapted = (
+        ppo_arguments(rewarded[0] / name, rewarded, steps=2, critic_learning_rate="null")
+        for name in ("frozen", "adapted")
+    )
+    result = cli_runs.axlearn(*frozen, "--with", "freeze:pattern=objective.critic.**", code=2)
     assert "the critic is not trained" in result.stderr
+    cli_runs.axlearn(*adapted, "--with", "lora:rank=2")
+    before, after = (Run(run).weights() for run in (rewarded[1], rewarded[0] / "adapted"))
+    name = "decoder.layer.attention.query.weight"
+    assert not np.array_equal(after.read_objective()[f"critic.values.model.{name}"], before.read()[name])

@@ -23,16 +23,19 @@ Tree = TypeVar("Tree", bound=Node[Any])
 
 ATTENTION = "model.**.attention.*"
 """Linear maps that get adapters by default."""
-FROZEN = ParameterRule(pattern="!**.lora_*", freeze=True)
-"""Rule that freezes everything but the adapters. Frozen parameters have no optimizer state."""
+FROZEN = ParameterRule(pattern="!**.lora_*|objective.**", freeze=True)
+"""Rule that freezes the model except the adapters. Frozen parameters have no optimizer state."""
+FROZEN_WITH_OBJECTIVE = ParameterRule(pattern="!**.lora_*", freeze=True)
+"""The rule of earlier versions, which also froze the parameters of the objective. Configs of their runs have it."""
 
 
 @node
 class Lora(Feature):
-    """Low-rank adapters on linear maps, with everything else frozen (Hu et al., 2021).
+    """Low-rank adapters on linear maps of the model, with the rest of the model frozen (Hu et al., 2021).
 
     `target` is a config-path pattern or a list of them. Every matching linear map gets adapters. The default matches the maps
-    of attention (`model.**.attention.*`) if the model has no adapters yet, and `model.**` matches all linear maps. If layers
+    of attention (`model.**.attention.*`) if the model has no adapters yet, and `model.**` matches all linear maps. Parameters of
+    the objective, such as the head of a reward model, get no adapters and are trained. If layers
     alternate between several components (`alternate`), all of them match by the path of their slot. `rank` (16 for a new adapter)
     is the width of an adapter. Its update is multiplied by `alpha` (16) / rank. `base` is the directory of the run whose parameters
     a new run starts from. `adapters` is a directory written by `axlearn lora export`.
@@ -71,7 +74,8 @@ class Lora(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Add adapters to the maps that match `target`, freeze everything else, and set a loop that loads `base`."""
-        maps, dtype = dict(projections(cfg)), adapter_dtype(cfg)
+        maps = {path: part for path, part in projections(cfg) if not path.startswith("objective.")}
+        dtype = adapter_dtype(cfg)
         adapted = {path for path, part in maps.items() if isinstance(part, LoraLinear.Config)}
         if self.target is None and adapted:
             targets = adapted
@@ -114,7 +118,12 @@ def without_adapters(cfg: Tree) -> Tree:
 
     result = map(restore_base(cfg), undo)
     rules = get_parameter_rules(result) or ()
-    return patch(result, {"learner.rules": tuple(r for r in rules if r != FROZEN)}) if FROZEN in rules else result
+    others = _without_frozen(rules)
+    return result if len(others) == len(rules) else patch(result, {"learner.rules": others})
+
+
+def _without_frozen(rules: Iterable[Node[Any]]) -> tuple[Node[Any], ...]:
+    return tuple(r for r in rules if r not in (FROZEN, FROZEN_WITH_OBJECTIVE))
 
 
 def projections(tree: Any, path: str = "") -> Iterator[tuple[str, Node[Any]]]:
@@ -157,4 +166,4 @@ def _freeze_base(cfg: Tree) -> Tree:
                 fix="use a learner with rules, such as the core's Learner",
             )
         )
-    return cfg if FROZEN in rules else patch(cfg, {"learner.rules": (*rules, FROZEN)})
+    return cfg if FROZEN in rules else patch(cfg, {"learner.rules": (*_without_frozen(rules), FROZEN)})

@@ -82,5 +82,5 @@ def check_critic(program: Program, tokenizer: Tokenizer, *, is_new: bool) -> Non
         raise RequestError(
             "the critic is not trained, because a rule of the learner freezes all its parameters\n"
             f"    got: {len(paths)} frozen arrays, such as {paths[0]}\n"
-            "    fix: remove the rule or the feature that freezes them (such as lora), or use a method without a critic"
+            "    fix: remove the rule or the feature that freezes them, or use a method without a critic"
         )

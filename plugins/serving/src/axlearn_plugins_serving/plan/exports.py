@@ -11,7 +11,8 @@ from axlearn_plugins_serving.engine_devices import serving_program, set_up_devic
 from axlearn_plugins_serving.open_engine import check_decoder, fit_config, remove_kernels
 from axlearn_plugins_serving.plan.plan_request import open_directory
 from axlearn_plugins_serving.programs import check_absent
-from axlearn_plugins_serving.runner import ModelRunner, RunnerProgram
+from axlearn_plugins_serving.runner import ModelRunner
+from axlearn_plugins_serving.runner_program import RunnerProgram
 
 
 def export_programs(request: Request, config: ServingEngine.Config, directory: Path) -> tuple[int, float]:

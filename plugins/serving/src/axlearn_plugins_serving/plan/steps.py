@@ -26,7 +26,8 @@ from axlearn_plugins_plan.groups import Places, find_domains
 from axlearn_plugins_plan.hlo import parse
 from axlearn_plugins_plan.memory import shard_bytes
 from axlearn_plugins_plan.roofline import Roofline, peak
-from axlearn_plugins_serving.runner import ModelRunner, RunnerProgram
+from axlearn_plugins_serving.runner import ModelRunner
+from axlearn_plugins_serving.runner_program import RunnerProgram
 from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_transformer.alternate import layer_configs
 from axlearn_plugins_transformer.layer_roles import ExpertsRole
