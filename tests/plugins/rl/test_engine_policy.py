@@ -1,8 +1,10 @@
 """The sampling parameters of a policy."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from axlearn_plugins_rl.engine_policy import EnginePolicy
+from axlearn_plugins_rl.engine_policy import EnginePolicy, _put_copies_last
 
 
 @pytest.mark.parametrize(
@@ -16,3 +18,10 @@ from axlearn_plugins_rl.engine_policy import EnginePolicy
 )
 def test_a_policy_names_its_limits_on_tokens(settings, limits):
     assert EnginePolicy.Config(**settings).limits == limits
+
+
+def test_requests_with_an_earlier_prompt_start_last():
+    waiting = [
+        (SimpleNamespace(prompt=prompt, id=i), (), None) for i, prompt in enumerate([(1,), (1,), (2,), (1,), (2,)])
+    ]
+    assert [entry[0].id for entry in _put_copies_last(waiting)] == [0, 2, 1, 4, 3]

@@ -225,7 +225,8 @@ def chosen_tokens(logits, tables, masked):
     """Return the tokens and log-probabilities of a step of the kind `FULL`, whose rows are the slots in order."""
     slots, needed = jnp.arange(logits.shape[0]), jnp.bool(True)
     drawn = token_sampling.choose(logits, tables, slots, masked, jnp.int32(2), needed)
-    return token_sampling.report(logits, drawn.token, needed)._replace(sampling_logprob=drawn.logprob)
+    level = jnp.int32(token_sampling.TOP_LOGPROBS)
+    return token_sampling.report(logits, drawn.token, level)._replace(sampling_logprob=drawn.logprob)
 
 
 @pytest.mark.parametrize("width", [1, 3, 5, 8])

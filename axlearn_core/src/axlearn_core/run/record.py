@@ -297,11 +297,18 @@ def get_origin(lock: Mapping[str, Any]) -> str | None:
     return str(origin) if origin else None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically."""
+def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
+    """Write a file atomically.
+
+    Args:
+        path: The file.
+        text: Its content.
+        durable: Whether to wait until the content is on the disk, so that it survives a crash of the machine.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
     temporary.replace(path)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from axlearn_core.compose import Functional, ModelWeights
 from axlearn_core.config import Configurable, Node, get_options, node, setting
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_moe.replay import EXPERTS
+from axlearn_plugins_rl.engine_sizes import ENGINE, fit_engine
 from axlearn_plugins_rl.recorded_experts import split_experts
 from axlearn_plugins_rl.rollout_contracts import Completion, Segment
 from axlearn_plugins_serving.contracts import Request, Sampling
@@ -23,10 +25,8 @@ from axlearn_plugins_serving.open_engine import build_engine, remove_kernels
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.text.processor import TextProcessor
 
-ENGINE = ServingEngine.Config(
-    runner=ModelRunner.Config(max_rows=64, row_buckets=(16,), chunk_buckets=(4,)), max_waiting=2**16
-)
-"""Default engine of rollouts. Its steps have few shapes, because many requests arrive at the same time."""
+WaitingRequest = tuple[Request, tuple[str, ...], "asyncio.Future[asyncio.Future[Generation]]"]
+"""A request, its stop texts, and the future of its submission."""
 
 
 class EnginePolicy(Configurable):
@@ -48,6 +48,7 @@ class EnginePolicy(Configurable):
 
         Attributes:
             engine: Config of the engine. Its context is limited to the rows of the training batch.
+            fit_engine: Whether to fit sizes of the engine that have their default values to the rollouts of a batch.
             temperature: Sampling temperature. The objective divides the logits by it too.
             top_k: Number of most likely tokens to sample from. None samples from all.
             top_p: Smallest probability mass of most likely tokens to sample from.
@@ -57,6 +58,7 @@ class EnginePolicy(Configurable):
         """
 
         engine: ServingEngine.Config = ENGINE
+        fit_engine: bool = setting(default=True, kind="execution", hide_default=True)
         temperature: float = setting(default=1.0, gt=0, le=100)
         top_k: int | None = setting(default=None, ge=1)
         top_p: float = setting(default=1.0, gt=0, le=1)
@@ -80,7 +82,7 @@ class EnginePolicy(Configurable):
         runner = engine.engine.runner
         self._records_experts = isinstance(runner, RecordsTokens) and EXPERTS in runner.records
         self._ids = itertools.count()
-        self._waiting: list[tuple[Request, tuple[str, ...], asyncio.Future[asyncio.Future[Generation]]]] = []
+        self._waiting: list[WaitingRequest] = []
 
     @property
     def version(self) -> int:
@@ -109,8 +111,12 @@ class EnginePolicy(Configurable):
         return _build_completion(await (await started))
 
     def _start_requests(self) -> None:
-        """Start the requests of this turn of the event loop, in order."""
-        waiting, self._waiting = self._waiting, []
+        """Start the requests of this turn of the event loop.
+
+        A request waits for an earlier one with the same prompt, and for everything before it. So the first request of each prompt
+        starts before the others.
+        """
+        waiting, self._waiting = _put_copies_last(self._waiting), []
         for stops, entries in itertools.groupby(waiting, key=lambda entry: entry[1]):
             requests, starts = zip(*((request, started) for request, _, started in entries), strict=True)
             try:
@@ -125,6 +131,17 @@ class EnginePolicy(Configurable):
                     future.cancel()
                 else:
                     started.set_result(asyncio.wrap_future(future))
+
+
+def _put_copies_last(waiting: Sequence[WaitingRequest]) -> list[WaitingRequest]:
+    """Sort requests by the number of earlier requests with the same prompt."""
+    counts: Counter[Sequence[int]] = Counter()
+    keyed = []
+    for entry in waiting:
+        prompt = entry[0].prompt
+        keyed.append((counts[prompt], entry))
+        counts[prompt] += 1
+    return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0])]
 
 
 def _build_completion(generation: Generation) -> Completion:
@@ -160,6 +177,8 @@ def open_policy(
     weights: ModelWeights,
     text: TextProcessor,
     max_context: int,
+    examples: int = 1,
+    group_size: int = 1,
 ) -> EnginePolicy:
     """Build the policy of a training run.
 
@@ -170,9 +189,13 @@ def open_policy(
         weights: The model's weights.
         text: Converts between text and tokens.
         max_context: Maximum number of tokens in a context and its completion.
+        examples: Number of examples of a batch that this process rolls out.
+        group_size: Number of rollouts per example.
     """
     config = cfg.engine
-    if isinstance(config.runner, ModelRunner.Config) and config.runner.max_context > max_context:
+    if cfg.fit_engine:
+        config = fit_engine(config, examples=examples, group_size=group_size, max_context=max_context)
+    elif isinstance(config.runner, ModelRunner.Config) and config.runner.max_context > max_context:
         config = attrs.evolve(config, runner=attrs.evolve(config.runner, max_context=max_context))
     served = Functional.from_config(remove_kernels(model)).describe()
     engine = build_engine(served, program=program, text=text, config=config, warm_up=False, weights=lambda: weights)

@@ -17,6 +17,7 @@ from axlearn_core.run.notices import log_message
 from axlearn_core.train.loop import Loop, TrainLoop
 from axlearn_core.train.session import Session
 from axlearn_plugins_rl.engine_policy import EnginePolicy, is_parity, open_policy
+from axlearn_plugins_rl.host_clock import HostClock, frozen_heap
 from axlearn_plugins_rl.policy_gradient.critic_model import check_critic
 from axlearn_plugins_rl.rollout_batches import BatchFacts, Cursor, Result, RolloutBatches
 from axlearn_plugins_rl.rollout_buffer import RolloutBuffer, merge_batches
@@ -145,6 +146,8 @@ class RLLoop(Configurable):
                 self.log.start(session.path, session.start_step, self.share.index)
         del weights, open_worker
         stream: Any = session.batches
+        clock = HostClock()
+        session.events.add(clock)
         self._batches = batches = RolloutBatches(
             session,
             worker=worker,
@@ -154,13 +157,15 @@ class RLLoop(Configurable):
             build_rows=functools.partial(self._build_rows, exchange),
             position=stream.get_state()["position"],
             exchange=exchange,
+            clock=clock,
         )
         if self._restored:
             batches.facts = {int(number): BatchFacts(**facts) for number, facts in self._restored["facts"].items()}
             batches.whole = {**self._restored_batches}
         session.batches = batches
         try:
-            self.loop.run(session)
+            with frozen_heap():
+                self.loop.run(session)
         finally:
             batches.close()
 
@@ -178,6 +183,8 @@ class RLLoop(Configurable):
             weights=weights,
             text=text,
             max_context=self.input.config.sequence_length + 1,
+            examples=self.share.counts(self.input.config.batch_size)[self.share.index],
+            group_size=self.input.config.group_size,
         )
         width, limits, top_k = self.input.config.kept_tokens, self.cfg.policy.limits, self.cfg.policy.top_k
         if width and (top_k is None or top_k > width):

@@ -11,6 +11,7 @@ import numpy as np
 
 from axlearn_core.run.notices import log_message
 from axlearn_core.train.session import Session
+from axlearn_plugins_rl.host_clock import HostClock
 from axlearn_plugins_rl.rollout_contracts import Buffer, Group
 from axlearn_plugins_rl.rollout_exchange import RolloutExchange
 from axlearn_plugins_rl.rollout_metrics import combine_times, summarize_groups
@@ -61,6 +62,7 @@ class RolloutBatches:
         build_rows: Builds the arrays of a batch from its number, the groups of this process, and the groups of all processes.
         position: Position in the stream of examples.
         exchange: Exchanges the scores with the other processes.
+        clock: Measures the work of the main thread. The batch starts it, and the listeners of the session stop it.
 
     Attributes:
         facts: Facts about the batches in the buffer, by number.
@@ -81,6 +83,7 @@ class RolloutBatches:
         build_rows: Callable[[int, Sequence[Group], Sequence[Group]], dict[str, np.ndarray]],
         position: int,
         exchange: RolloutExchange | None = None,
+        clock: HostClock | None = None,
     ):
         self._session, self._worker, self._buffer = session, worker, buffer
         self._roll_out, self._weights, self._build_rows = roll_out, weights, build_rows
@@ -90,6 +93,7 @@ class RolloutBatches:
         self.facts: dict[int, BatchFacts] = {}
         self.whole: dict[int, Sequence[Group]] = {}
         self._latest: list[str] = []
+        self._clock = clock or HostClock()
 
     def __iter__(self) -> "RolloutBatches":
         return self
@@ -98,16 +102,20 @@ class RolloutBatches:
         """Return the batch for the session's step, and start the rollouts that its weights may draw."""
         session, number = self._session, self._session.step
         session.start_phase("rollout")
+        self._clock.start()
         self._forget_trained()
         self._start_jobs()
+        self._clock.stop()
         start = time.perf_counter()
         self._collect(number)
         waited = time.perf_counter() - start
+        self._clock.start()
         groups, facts = self._buffer.take(number), self.facts[number]
         self._buffer.put(number, groups)  # until its step has finished
         self._latest = [group.example.id for group in groups]
         rows = self._build_rows(number, groups, self.whole.get(number, groups))
-        session.host_scalars = {**facts.scalars, "rollout_age": float(number - facts.version), "rollout_wait": waited}
+        times = {"rollout_wait": waited, "host_seconds": self._clock.lap()}
+        session.host_scalars = {**facts.scalars, "rollout_age": float(number - facts.version), **times}
         return rows
 
     def _start_jobs(self) -> None:

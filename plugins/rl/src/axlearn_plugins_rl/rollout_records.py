@@ -80,7 +80,8 @@ def write_rollouts(
         logprobs: Whether the trajectories include log-probabilities.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "".join(map(to_line, records(groups, step=step, tokens=tokens, logprobs=logprobs))))
+    lines = map(to_line, records(groups, step=step, tokens=tokens, logprobs=logprobs))
+    write_whole(path, "".join(lines), durable=False)
 
 
 def records(

@@ -21,6 +21,7 @@ SECONDS = {
     "rollout_wait": "waiting for rollouts",
     "rollout_seconds": "rollouts and rewards",
     "weight_sync_seconds": "update of the engine",
+    "host_seconds": "other work of the loop",
 }
 """Metric of a step -> its label in the table of times."""
 
@@ -47,14 +48,16 @@ def _draw_rewards(run: Run) -> str:
 def _draw_times(run: Run) -> str:
     """Return the mean seconds per step, and the time of each phase."""
     logged = [(label, [v for _, v in points(run.train, name)]) for name, label in SECONDS.items()]
-    means = [(label, clock_short(fmean(values))) for label, values in logged if values]
+    means = [(label, fmean(values)) for label, values in logged if values]
+    whole = dict(means).get(SECONDS["step_seconds"])
     phases: dict[str, float] = {}
     for attempt in run.attempts:
         for phase, seconds in attempt.seconds.items():
             phases[phase] = phases.get(phase, 0.0) + seconds
     total = sum(phases.values())
     shares = [(phase, f"{clock(s)} ({s / total:.1%})") for phase, s in sorted(phases.items(), key=lambda i: -i[1])]
-    parts = {"mean time per step": means, "time of each phase": shares}
+    figures_per_step = [(label, clock_short(s) + (f" ({s / whole:.1%})" if whole else "")) for label, s in means]
+    parts = {"mean time per step": figures_per_step, "time of each phase": shares}
     figures = "".join(
         f"<figure><figcaption>{title}</figcaption>{table(rows)}</figure>" for title, rows in parts.items()
     )

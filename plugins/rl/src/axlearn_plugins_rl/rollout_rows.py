@@ -3,7 +3,7 @@
 Shapes: R rows, S positions per row.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -80,16 +80,42 @@ def build_rows(
     arrays["temperature"][:] = temperature
     for name in {EXPERTS_ENTRY, "kept_tokens"} & arrays.keys():
         arrays[name][:] = -1
+    places = _place_items(rows)
+    if cfg.packing:
+        for place in places:
+            arrays["segment_ids"][place.row, place.begin : place.end] = place.segment
+    _fill_tokens(arrays, places)
+    for place in places:
+        part = {name: array[place.row, place.begin : place.end] for name, array in arrays.items() if array.ndim > 2}
+        if EXPERTS_ENTRY in part:
+            _fill_experts(part[EXPERTS_ENTRY], place.item.trajectory)
+        if "kept_tokens" in part and place.item.is_trained:
+            width = part["kept_tokens"].shape[1]
+            segments = [_kept_tokens(segment, width) for segment in place.item.trajectory]
+            part["kept_tokens"][:] = np.concatenate(segments)[1:]
+    return arrays
+
+
+@attrs.frozen(eq=False)
+class _Place:
+    """The positions of a trajectory: `begin` to `end` of a row. It is number `segment` of the row, counted from 1."""
+
+    item: ScoredTrajectory
+    row: int
+    segment: int
+    begin: int
+    end: int
+
+
+def _place_items(rows: Sequence[Sequence[ScoredTrajectory]]) -> list[_Place]:
+    places = []
     for number, row in enumerate(rows):
         begin = 0
         for segment, item in enumerate(row, 1):
             end = begin + item.num_positions
-            part = {name: array[number, begin:end] for name, array in arrays.items() if array.ndim > 1}
-            if cfg.packing:
-                part["segment_ids"][:] = segment
-            _fill(part, item)
+            places.append(_Place(item, number, segment, begin, end))
             begin = end
-    return arrays
+    return places
 
 
 def _pack(items: Sequence[ScoredTrajectory], cfg: TaskInput.Config) -> list[list[ScoredTrajectory]]:
@@ -124,26 +150,38 @@ def _check_lengths(items: Sequence[ScoredTrajectory], cfg: TaskInput.Config) -> 
         )
 
 
-def _fill(part: dict[str, np.ndarray], item: ScoredTrajectory) -> None:
-    """Write a trajectory into arrays of zeros, [number of positions]."""
-    tokens = np.concatenate([np.asarray(s.tokens, np.int32) for s in item.trajectory])
-    part["tokens"][:], part["targets"][:] = tokens[:-1], tokens[1:]
-    part["positions"][:] = np.arange(item.num_positions)
-    if EXPERTS_ENTRY in part:
-        _fill_experts(part[EXPERTS_ENTRY], item.trajectory)
-    if not item.is_trained:
+def _fill_tokens(arrays: Mapping[str, np.ndarray], places: Sequence[_Place]) -> None:
+    """Write the tokens of all trajectories, and the numbers about them, into arrays of zeros, [R, S]."""
+    items = [place.item for place in places]
+    segments = [segment for item in items for segment in item.trajectory]
+    if not segments:
         return
-    drawn = np.concatenate([np.full(len(s.tokens), s.drawn) for s in item.trajectory])
-    weights = drawn[1:].astype(np.float32)
-    part["weights"][:] = weights
-    part["advantages"][:] = np.asarray(item.advantages, np.float32)[1:] * weights
-    part["rollout_logprobs"][:] = np.concatenate([_logprobs(s) for s in item.trajectory])[1:]
-    if "kept_tokens" in part:
-        part["kept_tokens"][:] = np.concatenate(
-            [_kept_tokens(s, part["kept_tokens"].shape[1]) for s in item.trajectory]
-        )[1:]
-    if weights.any():
-        part["rewards"][np.flatnonzero(weights)[-1]] = item.reward
+    sizes = np.array([sum(len(segment.tokens) for segment in item.trajectory) for item in items])
+    owner = np.repeat(np.arange(len(items)), sizes)  # of each token
+    position = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    source = np.flatnonzero(position < sizes[owner] - 1)  # the last token is only a target
+    owner, position = owner[source], position[source]
+    place = (
+        np.array([place.row for place in places])[owner],
+        np.array([place.begin for place in places])[owner] + position,
+    )
+
+    tokens = np.concatenate([segment.tokens for segment in segments])
+    drawn = np.repeat([segment.drawn for segment in segments], [len(segment.tokens) for segment in segments])
+    advantages = np.concatenate([item.advantages for item in items])
+    logprobs = np.concatenate([_logprobs(segment) for segment in segments])
+    is_trained = np.array([item.is_trained for item in items])[owner]
+    weights = (drawn[source + 1] & is_trained).astype(np.float32)
+    arrays["tokens"][place], arrays["targets"][place] = tokens[source], tokens[source + 1]
+    arrays["positions"][place], arrays["weights"][place] = position, weights
+    arrays["advantages"][place] = advantages[source + 1] * weights
+    arrays["rollout_logprobs"][place] = np.where(is_trained, logprobs[source + 1], 0.0)
+
+    last = np.full(len(items), -1)
+    np.maximum.at(last, owner, np.where(weights > 0, place[1], -1))  # the column of the last target that is trained on
+    for item, item_place, column in zip(items, places, last, strict=True):
+        if column >= 0:
+            arrays["rewards"][item_place.row, column] = item.reward
 
 
 def _fill_experts(experts: np.ndarray, trajectory: Trajectory) -> None:

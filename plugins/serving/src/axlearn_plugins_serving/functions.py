@@ -26,6 +26,7 @@ from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_serving import token_sampling
 from axlearn_plugins_serving.cache_functions import CacheFunctions
 from axlearn_plugins_serving.serving_linear import WeightLayout, lay_out_maps
+from axlearn_plugins_serving.slot_tables import PLAIN_COLUMNS, assign_plain_rows
 from axlearn_plugins_serving.step_inputs import (
     KIND,
     LOGPROBS,
@@ -199,6 +200,14 @@ class ServingFunctions:
                 takes_model=False,
                 describe="assign a slot to a request",
             ),
+            "serve_assign_plain": Function(
+                call=assign_plain_rows,
+                inputs=lambda _: (tables, Array((self.sizes.slots, PLAIN_COLUMNS), jnp.int32)),
+                outputs=lambda _: tables,
+                donate=(0,),
+                takes_model=False,
+                describe="assign slots to plain requests",
+            ),
             "serve_mask": Function(
                 call=_write_masks,
                 inputs=lambda _: (tables, Array((self.sizes.slots,), jnp.int32), tables.mask),
@@ -340,7 +349,7 @@ class ServingFunctions:
         width = self.sizes.kept_tokens
         drawn = token_sampling.choose(logits, tables, slot, flags & MASKED > 0, kind, scored, width)
         tables = token_sampling.record(tables, slot, drawn.token, flags & SAMPLED > 0, kind)
-        chosen = token_sampling.report(logits, drawn.token, step.header[LOGPROBS] > 0)
+        chosen = token_sampling.report(logits, drawn.token, step.header[LOGPROBS])
         chosen = chosen._replace(sampling_logprob=drawn.logprob, kept=drawn.kept)
         return jax.tree.map(lambda x: x[: step.bucket.results], chosen), tables
 
@@ -437,7 +446,7 @@ class ServingFunctions:
         def part(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> ChosenTokens:
             x, targets, slot = chunk
             logits = self._logits(model, arrays, tables, x, jnp.broadcast_to(slot, targets.shape))
-            scores = token_sampling.report(logits, self._pad(targets), jnp.bool(True))
+            scores = token_sampling.report(logits, self._pad(targets), jnp.int32(token_sampling.TOP_LOGPROBS))
             return jax.tree.map(lambda y: y[: targets.shape[0]], scores)
 
         def compute(_: Any) -> ChosenTokens:

@@ -18,7 +18,7 @@ from axlearn_plugins_serving.step_inputs import (
     VERIFIED,
     StepBucket,
 )
-from axlearn_plugins_serving.token_sampling import DRAWN, FULL, GREEDY, ChosenTokens
+from axlearn_plugins_serving.token_sampling import DRAWN, FULL, GREEDY, OWN_LOGPROB, TOP_LOGPROBS, ChosenTokens
 from axlearn_plugins_transformer.recurrence import NOWHERE, PREVIOUS, ZERO
 
 
@@ -126,7 +126,8 @@ class Packer:
         if part.last and row.sample:
             step.flags[index] = SAMPLED | (MASKED if row.mask is not None else 0) | (VERIFIED if row.verifies else 0)
             step.header[KIND] = max(step.header[KIND], sampling_kind(sampling, row.mask is not None))
-            step.header[LOGPROBS] |= sampling.logprobs is not None
+            if sampling.logprobs is not None:
+                step.header[LOGPROBS] = max(step.header[LOGPROBS], TOP_LOGPROBS if sampling.logprobs else OWN_LOGPROB)
             step.header[SAMPLING_LOGPROBS] |= sampling.sampling_logprobs
 
     @staticmethod

@@ -26,8 +26,9 @@ from axlearn_plugins_serving.parity import check_parity
 from axlearn_plugins_serving.programs import BackgroundLoader, list_functions, load_programs
 from axlearn_plugins_serving.runner_config import RunnerConfig
 from axlearn_plugins_serving.runner_program import BLOCKS_PER_CALL, RunnerProgram, read_adapters
+from axlearn_plugins_serving.slot_tables import SlotTables
 from axlearn_plugins_serving.text_embedding import PendingTexts, pack_texts
-from axlearn_plugins_serving.token_sampling import MAX_BIAS, table_row
+from axlearn_plugins_serving.token_sampling import MAX_BIAS
 from axlearn_plugins_transformer.cache_spec import has_states, read_prefix, read_window
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class ModelRunner(Configurable):
             log_message(f"note: {note}")
         if programs is not None:
             load_programs(self.program, self.program.shapes(), self.program.configs, programs)
-        self._tables: Any = self.program.compile("serve_tables")()
+        self._tables = SlotTables(self.program, cfg.max_rows, self.vocab_size)
         with explain_memory("the cache", lambda: self.program.trace("serve_cache").out_info, SMALLER_CACHE):
             self.cache: Any = jax.block_until_ready(self.program.compile("serve_cache")())
         self.program.declare_steps(self.cache)
@@ -139,8 +140,7 @@ class ModelRunner(Configurable):
     ) -> None:
         """See `Runner.assign`."""
         self._sampling[slot] = sampling
-        row = table_row(sampling, seed, output, self.vocab_size, self._adapter_number(adapter), prompt)
-        self._tables = self.program.compile("serve_assign")(self._tables, np.int32(slot), row)
+        self._tables.assign(slot, sampling, seed, output, self._adapter_number(adapter), prompt)
 
     def submit(self, rows: Sequence[Row], steps: int = 1) -> SubmittedStep:
         """See `Runner.submit`."""
@@ -149,19 +149,19 @@ class ModelRunner(Configurable):
                 f"the runner cannot choose {steps} tokens per row in one step\n    got: rows {len(rows)}\n"
                 f"    expected: at most {self.decode_steps}, and only rows that decode without masks"
             )
-        self._write_masks(rows)
+        self._tables.prepare(rows)
         options = [self._sampling[row.slot] for row in rows]
         calls, places = self._packer.pack(rows, options)
         results = []
         for bucket, packed in calls:
-            state = self.weights.read(), self.cache, self._tables, packed
+            state = self.weights.read(), self.cache, self._tables.arrays, packed
             if steps > 1:
-                sampled, self.cache, self._tables = self.program.compile("serve_decode", bucket)(
+                sampled, self.cache, self._tables.arrays = self.program.compile("serve_decode", bucket)(
                     *state, np.int32(steps)
                 )
                 results.append((sampled, None))
             else:
-                sampled, targets, self.cache, self._tables = self.program.compile("serve", bucket)(*state)
+                sampled, targets, self.cache, self._tables.arrays = self.program.compile("serve", bucket)(*state)
                 results.append((sampled, targets))
         return PendingStep(rows, options, places, results, steps)
 
@@ -309,13 +309,3 @@ class ModelRunner(Configurable):
 
     def _pad_ids(self, blocks: Sequence[int]) -> np.ndarray:
         return np.asarray([*blocks, *[self.num_blocks] * (BLOCKS_PER_CALL - len(blocks))], np.int32)
-
-    def _write_masks(self, rows: Sequence[Row]) -> None:
-        masked = [row for row in rows if row.mask is not None]
-        if not masked:
-            return
-        slots = np.full((self.max_rows,), self.max_rows, np.int32)
-        masks = np.zeros((self.max_rows, -(-self.vocab_size // 32)), np.uint32)
-        for index, row in enumerate(masked):
-            slots[index], masks[index] = row.slot, np.asarray(row.mask)
-        self._tables = self.program.compile("serve_mask")(self._tables, slots, masks)

@@ -169,7 +169,7 @@ class RunnerProgram(ModelProgram):
 
     def step_shapes(self) -> Shapes:
         """Return the shapes of all functions that steps may need."""
-        moves = ("serve_assign", "serve_mask", "serve_copy", "serve_read", "serve_write")
+        moves = ("serve_assign", "serve_assign_plain", "serve_mask", "serve_copy", "serve_read", "serve_write")
         moves = (*moves, "serve_records") if self.records else moves
         shapes: dict[str, Sequence[Any]] = {**{name: [None] for name in moves}, "serve": self.buckets}
         if self.cfg.adapter_slots:

@@ -20,6 +20,9 @@ from axlearn_plugins_transformer.token_logprobs import MASKED_LOGIT, scale_logit
 GREEDY, DRAWN, FULL = 0, 1, 2
 """Kinds of sampling: greedy; with temperature, top_k, top_p and min_p; and also with bias, penalties and masks."""
 
+OWN_LOGPROB, TOP_LOGPROBS = 1, 2
+"""Levels of the report: log-probabilities of the chosen tokens, and also of the most likely tokens."""
+
 TOP = 20
 """Maximum number of log-probabilities per token, as in OpenAI's API."""
 MAX_BIAS = 300
@@ -281,28 +284,31 @@ def _find_largest_key(enough: Any) -> jax.Array:
     return lax.fori_loop(0, 32, halve, jnp.zeros((rows,), jnp.uint32))
 
 
-def report(logits: jax.Array, token: jax.Array, needed: jax.Array) -> ChosenTokens:
+def report(logits: jax.Array, token: jax.Array, level: jax.Array) -> ChosenTokens:
     """Return the log-probabilities of the chosen tokens and of the most likely tokens.
 
-    All values are zero unless `needed` is True.
+    Values that are not needed are zero.
 
     Args:
         logits: float32 [L, V].
         token: int32 [L].
-        needed: bool [].
+        level: int32 [], 0 for nothing, `OWN_LOGPROB` for the chosen tokens, or `TOP_LOGPROBS` for the most likely tokens too.
     """
     top = min(TOP, logits.shape[1])
+    empty = jnp.zeros((logits.shape[0], top), jnp.float32)
+
+    def nothing(_: Any) -> ChosenTokens:
+        return ChosenTokens(token, empty[:, 0], jnp.zeros(empty.shape, jnp.int32), empty)
+
+    def score(_: Any) -> ChosenTokens:
+        return nothing(None)._replace(logprob=token_logprobs(logits, token)[0])
 
     def compute(_: Any) -> ChosenTokens:
         logprob, total = token_logprobs(logits, token)
         values, tokens = lax.top_k(logits, top)
         return ChosenTokens(token, logprob, tokens.astype(jnp.int32), values - total[:, None])
 
-    def nothing(_: Any) -> ChosenTokens:
-        real = jnp.zeros((logits.shape[0], top), jnp.float32)
-        return ChosenTokens(token, real[:, 0], jnp.zeros(real.shape, jnp.int32), real)
-
-    return lax.cond(needed, compute, nothing, None)
+    return lax.switch(level, (nothing, score, compute), None)
 
 
 def record(tables: Tables, slots: jax.Array, token: jax.Array, sampled: jax.Array, kind: jax.Array) -> Tables:
