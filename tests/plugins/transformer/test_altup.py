@@ -58,7 +58,7 @@ def test_a_sparse_form_zeroes_the_given_share(sparsity):
 
 
 @pytest.mark.slow
-def test_a_scan_computes_what_unrolled_layers_compute_and_all_parameters_train():
+def test_a_scan_computes_what_unrolled_layers_compute():
     losses = []
     for mode in ("scan", "unrolled"):
         functional = Functional.from_config(patch(model(AltUpLayer.Config()), {"decoder.stack.mode": mode}))

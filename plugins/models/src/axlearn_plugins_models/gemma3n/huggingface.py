@@ -66,8 +66,8 @@ class Gemma3n(Gemma4):
         kinds, norm = self.kinds(hf), {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-6))}
         count, activation, dim = len(kinds), ACTIVATION.ours("hidden_activation", hf), hf.get(PER_LAYER, 256)
         sparse = 10 if count > 10 else 0
-        wanted, sizes = hf.get(SPARSITY), hf.get("intermediate_size", 16_384)
-        shares = [0.95] * sparse + [0.0] * (count - sparse) if wanted is None else wanted
+        pattern, sizes = hf.get(SPARSITY), hf.get("intermediate_size", 16_384)
+        shares = [0.95] * sparse + [0.0] * (count - sparse) if pattern is None else pattern
         sizes = sizes if isinstance(sizes, list) else [sizes] * count
         for key, values in ((SPARSITY, shares), ("intermediate_size", sizes)):
             if not isinstance(values, list) or len(values) != count:

@@ -15,7 +15,8 @@ def tag(kind: str) -> str:
 
 def read_tag(value: Any) -> str:
     """Return the tag of an object by its field `type`."""
-    return tag(str(value.get("type") if isinstance(value, dict) else getattr(value, "type", None)))
+    fields = dict(value) if isinstance(value, BaseModel) else value
+    return tag(str(fields.get("type") if isinstance(fields, dict) else None))
 
 
 def choose_by_type(*kinds: str) -> Discriminator:
