@@ -173,7 +173,7 @@ BAD = (
     chat("tool-type", "", "tools[0].type", tools=[{"type": "web_search", "function": {"name": "f"}}]),
     chat("tool-choice", "has no tools", "tool_choice", tool_choice="required"),
     chat("tool-named", "no tool has the name 'g'; the request has f", "tool_choice", tools=TOOLS, tool_choice=NAMED_G),
-    chat("tool-twice", "two tools have the name 'f'", "tools", tools=TOOLS * 2),
+    chat("tool-twice", "have the name 'f'", "tools", tools=TOOLS * 2),
     chat("tools-ignored", "does not show tools", "tools", tools=TOOLS),
     chat("arguments", "not JSON", "messages[0].tool_calls[0].function.arguments", messages=called('{"a": ')),
     chat("arguments-list", "not a JSON object", messages=called("[1]")),

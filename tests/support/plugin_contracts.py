@@ -3,11 +3,14 @@
 The output of a routed layer jumps when a token changes its experts. The gradients of a quantized layer ignore its rounding.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from axlearn_plugins_models.vit.model import ImageClassifier
+from axlearn_plugins_transformer.altup import STREAMS, AltUpLayer
 from axlearn_plugins_transformer.per_layer import PER_LAYER, PerLayerGate
 from axlearn_plugins_transformer.recurrence import Sequences
 from axlearn_testing.contracts import B, Contract, D, S, context, like, normal
@@ -23,7 +26,24 @@ class OfImages(Contract):
         return type(config).owner is ImageClassifier
 
 
+class OfAltUp(Contract):
+    """The contract of layers that need other streams."""
+
+    def fits(self, config):
+        return type(config).owner is AltUpLayer
+
+
 CONTRACTS = (
+    OfAltUp(
+        name="altup-layer",
+        arguments=("x", "context"),
+        offered={"input_dim": D},
+        inputs=lambda rng: (
+            *normal(B, S, D)(rng),
+            dataclasses.replace(context(rng), shared={STREAMS: normal(3, B, S, D)(rng)[0]}),
+        ),
+        outputs=lambda inputs, dtype: (like(0, B, S, D)(inputs, dtype), None),
+    ),
     OfImages(
         name="model",
         arguments=("batch",),

@@ -29,7 +29,7 @@ def model(layer, **changes):
 def test_updates_are_their_formulas():
     rng = np.random.default_rng(0)
     part = AltUp.Config(num_streams=3, coefficient_clip=0.5).build(input_dim=8, rngs=nnx.Rngs(0), precision=Precision())
-    for parameter in (part.prediction, part.correction, part.output_scale, part.norm.weight):
+    for parameter in (part.prediction, part.correction, part.norm.weight):
         parameter.set_value(jnp.asarray(rng.standard_normal(parameter.shape), jnp.float32))
     streams, output = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 2, 4, 8), (2, 4, 8)))
     weight, router = np.asarray(part.norm.weight[...]), np.asarray(part.router.weight[...])
@@ -46,7 +46,6 @@ def test_updates_are_their_formulas():
     np.testing.assert_allclose(
         part.correct(jnp.asarray(predicted), jnp.asarray(output)), corrected, rtol=1e-4, atol=1e-5
     )
-    np.testing.assert_allclose(part.scale(jnp.asarray(output)), output * np.asarray(part.output_scale[...]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.95])
@@ -74,8 +73,7 @@ def test_a_scan_computes_what_unrolled_layers_compute():
     np.testing.assert_allclose(one, other, rtol=1e-5)
     for path, gradient in gradients.items():
         np.testing.assert_allclose(gradient, others[path], rtol=1e-3, atol=1e-5, err_msg=path)
-        # Without per-layer inputs, nothing reads the scaled stream.
-        assert np.any(gradient != 0) != path.endswith("output_scale"), path
+        assert np.any(gradient != 0), path
 
 
 def test_layers_and_decoders_that_do_not_fit_are_refused():

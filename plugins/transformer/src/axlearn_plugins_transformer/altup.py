@@ -16,12 +16,13 @@ from flax import nnx
 
 from axlearn_core.config import REQUIRED, Node, find, interface, node, setting
 from axlearn_core.errors import ConfigError, Problem, RequestError
-from axlearn_core.nn.initializers import Initializer, Normal, VarianceScaling
+from axlearn_core.nn.initializers import Constant, Initializer, Normal
 from axlearn_core.nn.layer import Context, Layer, Precision, expand_to
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 from axlearn_plugins_transformer.per_layer import PerLayerGate
+from axlearn_plugins_transformer.stack import StackLayer
 from axlearn_plugins_transformer.transformer import RESIDUAL, Cache, Decoder, TransformerLayer
 
 STREAMS = "altup_streams"
@@ -75,7 +76,6 @@ class AltUp(Layer):
         Attributes:
             num_streams: N. The first stream is the active one.
             coefficient_clip: Bound on the magnitude of the weights of the coefficients, or None.
-            output_scale: Multiply the active stream by a trained vector before the per-layer gate reads it. It is 1 in new models.
             norm: Norm of the input of the router.
             router: Projection from D to N, whose tanh determines the coefficients.
             init: Initializer of the weights of the coefficients.
@@ -84,22 +84,17 @@ class AltUp(Layer):
         input_dim: int = interface(default=REQUIRED)
         num_streams: int = setting(default=4, ge=2)
         coefficient_clip: float | None = setting(default=120.0, gt=0)
-        output_scale: bool = True
         norm: Node[Norm] = RMSNorm.Config()
         router: Node[Projection] = Linear.Config()
         init: Node[Initializer] = Normal(stddev=0.02)
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
-        count, width = cfg.num_streams, (cfg.input_dim,)
+        count, sizes = cfg.num_streams, {"input_dims": (cfg.input_dim,), "output_dims": (cfg.num_streams,)}
         self.norm = self.child(cfg.norm, rngs=rngs, dim=cfg.input_dim)
-        self.router = self.child(cfg.router, rngs=rngs, input_dims=width, output_dims=(count,), axes=("embed", None))
-        self.prediction = self.parameter(rngs, cfg.init, (count, count, count), (None, None, None))
-        self.correction = self.parameter(rngs, cfg.init, (count, count), (None, None))
-        if cfg.output_scale:
-            self.output_scale = nnx.Param(
-                jnp.ones(width, self.precision.params), out_sharding=("embed",), eager_sharding=False
-            )
+        self.router = self.child(cfg.router, rngs=rngs, **sizes, axes=("embed", "rank"))
+        self.prediction = self.parameter(rngs, cfg.init, (count, count, count), ("rank", "rank", "rank"))
+        self.correction = self.parameter(rngs, cfg.init, (count, count), ("rank", "rank"))
 
     def predict(self, streams: jax.Array) -> jax.Array:
         """Predict the streams after a layer, before the layer runs: [N, B, S, D] -> [N, B, S, D]."""
@@ -111,10 +106,6 @@ class AltUp(Layer):
         coefficients = jnp.einsum("bsm,mj->jbs", self._route(output), self._weights(self.correction)) + 1
         change = jnp.einsum("jbs,bsd->jbsd", coefficients, output - predictions[0])
         return constrain(predictions + change, None, *RESIDUAL)
-
-    def scale(self, x: jax.Array) -> jax.Array:
-        """Scale the active stream for a per-layer gate: [B, S, D] -> [B, S, D]."""
-        return x * expand_to(self.computed(self.output_scale), x.ndim) if self.cfg.output_scale else x
 
     def _route(self, x: jax.Array) -> jax.Array:
         """Return the inputs of the coefficients: [B, S, D] -> [B, S, N]."""
@@ -140,12 +131,14 @@ class AltUpLayer(TransformerLayer):
             altup: Predicts and corrects the streams.
             laurel: Residual next to attention. Its sum with attention's residual is divided by the square root of 2. None leaves it
                 out.
-            per_layer_gate: Adds per-layer inputs to the other streams, or None.
+            per_layer_gate: Adds per-layer inputs to the other streams, or None. It reads the active stream.
+            gate_scale: Multiply the input of `per_layer_gate` by a trained vector, which is 1 in new models.
         """
 
         altup: Node[AltUp] = AltUp.Config()
         laurel: Node[Laurel] | None = Laurel.Config()
         per_layer_gate: Node[PerLayerGate] | None = None
+        gate_scale: bool = True
 
         def validate(self) -> Iterable[Problem]:
             """Check that the layer has attention."""
@@ -160,6 +153,8 @@ class AltUpLayer(TransformerLayer):
             self.laurel = self.child(cfg.laurel, rngs=rngs, input_dim=cfg.input_dim)
         if cfg.per_layer_gate is not None:
             self.per_layer_gate = self.child(cfg.per_layer_gate, rngs=rngs, input_dim=cfg.input_dim)
+            if cfg.gate_scale:
+                self.gate_scale = self.parameter(rngs, Constant(value=1.0), (cfg.input_dim,), ("norm",))
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """Apply the layer to the active stream: [B, S, D] and its cache -> ([B, S, D], new cache).
@@ -182,7 +177,8 @@ class AltUpLayer(TransformerLayer):
         corrected = self.altup.correct(predictions, self.feed_forward_half(x))
         x, others = corrected[0], corrected[1:]
         if self.cfg.per_layer_gate is not None:
-            others = others + self.per_layer_gate(self.altup.scale(x), context.layer_inputs)[None]
+            scaled = x * expand_to(self.computed(self.gate_scale), x.ndim) if self.cfg.gate_scale else x
+            others = others + self.per_layer_gate(scaled, context.layer_inputs)[None]
         context.share(STREAMS, others)
         return x, cache
 
@@ -199,10 +195,14 @@ class AltUpDecoder(Decoder):
         """Settings for the decoder.
 
         Attributes:
-            init: Initializer of the projections.
+            layer: Config of the layers.
+            expand: Projection of the embedding to another stream; it is built once for each of them.
+            merge: Projection of another stream before the mean; it is built once for each of them.
         """
 
-        init: Node[Initializer] = VarianceScaling()
+        layer: Node[StackLayer] = AltUpLayer.Config()
+        expand: Node[Projection] = Linear.Config()
+        merge: Node[Projection] = Linear.Config()
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, rngs=rngs, precision=precision)
@@ -216,10 +216,10 @@ class AltUpDecoder(Decoder):
                     fix="set model.decoder.layer.type=altup-layer",
                 )
             )
-        shape, fans = (counts.pop() - 1, cfg.hidden_dim, cfg.hidden_dim), {"fan_in": (1,), "fan_out": (2,)}
-        axes = (None, "embed", "mlp")
-        self.expand = self.parameter(rngs, cfg.init, shape, axes, **fans)
-        self.merge = self.parameter(rngs, cfg.init, shape, axes, **fans)
+        others, width = range(counts.pop() - 1), (cfg.hidden_dim,)
+        sizes = {"input_dims": width, "output_dims": width, "axes": ("embed", "mlp")}
+        self.expand = nnx.List([self.child(cfg.expand, rngs=rngs, **sizes) for _ in others])
+        self.merge = nnx.List([self.child(cfg.merge, rngs=rngs, **sizes) for _ in others])
 
     def __call__(
         self,
@@ -230,10 +230,10 @@ class AltUpDecoder(Decoder):
     ) -> tuple[jax.Array, Cache | None]:
         """Return the hidden states of the tokens, [B, S, D], and the new cache; see `Decoder`."""
         x, context = self._embed(tokens, context, cache, embeddings)
-        streams = jnp.einsum("bsd,nde->nbse", x, self.computed(self.expand))
+        streams = jnp.stack([project(x) for project in self.expand])
         context.share(STREAMS, constrain(_match_magnitude(streams, x), None, *RESIDUAL))
         x, entries = self.cfg.stack.build()(self.layer, x, context, None if cache is None else cache.layers)
-        streams = jnp.einsum("nbsd,nde->nbse", context.read_shared(STREAMS), self.computed(self.merge))
+        streams = jnp.stack([p(y) for p, y in zip(self.merge, context.read_shared(STREAMS), strict=True)])
         merged = jnp.concatenate([x[None], _match_magnitude(streams, x)]).mean(0)
         x = self._normalize(constrain(merged, *RESIDUAL))
         return x, None if cache is None else Cache(entries, cache.length + tokens.shape[1])

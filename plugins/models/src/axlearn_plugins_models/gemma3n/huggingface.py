@@ -22,7 +22,7 @@ SPARSITY, TABLE = "activation_sparsity_pattern", "vocab_size_per_layer_input"
 ALTUP, LAUREL = f"{d.LAYER}.altup", f"{d.LAYER}.laurel"
 SAME_AXES = {
     "per_layer_gate.norm.weight": "post_per_layer_input_norm.weight", "laurel.norm.weight": "laurel.post_laurel_norm.weight",
-    "altup.norm.weight": "altup.router_norm.weight", "altup.output_scale": "altup.correct_output_scale",
+    "altup.norm.weight": "altup.router_norm.weight", "gate_scale": "altup.correct_output_scale",
 }  # fmt: skip
 """Tensors of a layer with the same axes in files: ours -> Hugging Face's."""
 
@@ -36,7 +36,7 @@ class Gemma3n(Gemma4):
         "final_logit_softcapping": Key("model.logit_softcap", default=30.0, read=float),
         "altup_num_inputs": Key(f"{ALTUP}.num_streams", default=4), "laurel_rank": Key(f"{LAUREL}.rank", default=64),
         "altup_coef_clip": Key(f"{ALTUP}.coefficient_clip", default=120.0, read=float),
-        "altup_correct_scale": Key(f"{ALTUP}.output_scale", default=True),
+        "altup_correct_scale": Key(f"{d.LAYER}.gate_scale", default=True),
     }  # fmt: skip
     fixed: ClassVar = {"attention_bias": False, "altup_active_idx": 0}
     unused_keys = ()
@@ -49,8 +49,8 @@ class Gemma3n(Gemma4):
         Rule(f"{d.OURS}.altup.correction", f"{d.THEIRS}.altup.correction_coefs.weight", "j m -> m j"),
         Rule(f"{d.OURS}.laurel.left.weight", f"{d.THEIRS}.laurel.linear_left.weight", "r d -> d r"),
         Rule(f"{d.OURS}.laurel.right.weight", f"{d.THEIRS}.laurel.linear_right.weight", "d r -> r d"),
-        Rule("decoder.expand", "model.altup_projections.{n}.weight", "e d -> n d e"),
-        Rule("decoder.merge", "model.altup_unembed_projections.{n}.weight", "e d -> n d e"),
+        *(Rule(f"decoder.expand.{n}.weight", f"model.altup_projections.{n}.weight", "e d -> d e") for n in range(7)),
+        *(Rule(f"decoder.merge.{n}.weight", f"model.altup_unembed_projections.{n}.weight", "e d -> d e") for n in range(7)),
     )  # fmt: skip
 
     def kinds(self, hf: Settings) -> list[str]:
@@ -81,11 +81,12 @@ class Gemma3n(Gemma4):
         return {
             "model.decoder": {"type": "altup-decoder"}, "model.decoder.norm": norm, "model.decoder.embedding.scale": True,
             d.LAYER: {
-                "type": "altup-layer", "norm": norm, "post_norm": norm, "altup": {"type": "altup", "norm": norm},
+                "type": "altup-layer", "norm": norm, "post_norm": norm,
                 "laurel": {"type": "laurel", "norm": norm},
                 "per_layer_gate": {"type": "per-layer-gate", "dim": dim, "activation": activation, "norm": norm},
             },
-            d.ATTENTION: led_cycle_of(self.attention(hf, kinds, norm)), d.FEED_FORWARD: led_cycle_of(feed_forward),
+            f"{ALTUP}.norm": norm, d.ATTENTION: led_cycle_of(self.attention(hf, kinds, norm)),
+            d.FEED_FORWARD: led_cycle_of(feed_forward),
             "model.decoder.per_layer": {"type": "per-layer-embedding", "dim": dim, "norm": norm,
                                         "num_tokens": None if rows == hf.need("vocab_size") else rows},
         }  # fmt: skip
