@@ -31,7 +31,7 @@ LEFT_OUT = {
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "libtpu", "nvidia-cuda-runtime-cu12",
 }  # fmt: skip
 """Large requirements that the benchmark never imports."""
-UNUSED = ("axlearn_plugins_cloud", "axlearn_plugins_cpu", "axlearn_plugins_serving")
+UNUSED = ("axlearn_plugins_cloud", "axlearn_plugins_cpu", "axlearn_plugins_rl", "axlearn_plugins_serving")
 """Our distributions that the benchmark does not use. Two have many requirements, and one builds a library for this machine."""
 
 
