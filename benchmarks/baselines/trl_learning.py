@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-START = time.time()
+START = time.time()  # before the large imports, whose time counts as start-up
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402

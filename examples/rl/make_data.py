@@ -3,7 +3,7 @@
 python make_data.py [--out data] [--seed 0]
 
 `text.jsonl` has the sums as text, for the base model. `train.jsonl` and `held_out.jsonl` have the same problems with their answers,
-for reinforcement learning. Held-out sums are in neither of the others.
+for reinforcement learning. The other two files contain no held-out sums.
 """
 
 import argparse

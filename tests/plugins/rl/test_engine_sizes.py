@@ -2,7 +2,7 @@ import attrs
 import pytest
 
 from axlearn_core.config import patch
-from axlearn_plugins_rl.engine_sizes import ENGINE, fit_engine
+from axlearn_plugins_rl.engine_sizes import ENGINE, fit_engine, limit_context
 
 
 def sizes(config):
@@ -23,7 +23,7 @@ def sizes(config):
 def test_the_rows_are_the_rollouts_that_fit(batch, expected):
     examples, group_size, context = batch
     config = patch(ENGINE, {"runner.max_context": 8193})
-    fitted = fit_engine(config, examples=examples, group_size=group_size, max_context=context)
+    fitted = fit_engine(limit_context(config, context), examples=examples, group_size=group_size)
     assert sizes(fitted) == expected
     assert fitted.runner.max_context == context
     assert fitted.scheduler.joint_prompt_tokens == 512 + expected[0]
@@ -38,5 +38,5 @@ def test_sizes_of_the_user_stay():
         "scheduler.joint_prompt_tokens": 100,
     }
     config = patch(ENGINE, settings)
-    fitted = fit_engine(config, examples=32, group_size=16, max_context=17)
+    fitted = fit_engine(limit_context(config, 17), examples=32, group_size=16)
     assert fitted == attrs.evolve(config, runner=attrs.evolve(config.runner, max_context=17))

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 
 from axlearn_core.compose import Functional, ModelWeights
 from axlearn_core.config import Configurable, Node, get_options, node, setting
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_moe.replay import EXPERTS
-from axlearn_plugins_rl.engine_sizes import ENGINE, fit_engine
+from axlearn_plugins_rl.engine_sizes import ENGINE, fit_engine, limit_context
 from axlearn_plugins_rl.recorded_experts import split_experts
 from axlearn_plugins_rl.rollout_contracts import Completion, Segment
 from axlearn_plugins_serving.contracts import Request, Sampling
@@ -68,7 +67,7 @@ class EnginePolicy(Configurable):
 
         @property
         def limits(self) -> str:
-            """The limits on the tokens to sample from, for messages. Empty if there are none."""
+            """The limits on the tokens to sample from, for messages, or an empty string."""
             values = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
             unlimited = (None, 1.0, 0.0)
             return ", ".join(
@@ -192,11 +191,9 @@ def open_policy(
         examples: Number of examples of a batch that this process rolls out.
         group_size: Number of rollouts per example.
     """
-    config = cfg.engine
+    config = limit_context(cfg.engine, max_context)
     if cfg.fit_engine:
-        config = fit_engine(config, examples=examples, group_size=group_size, max_context=max_context)
-    elif isinstance(config.runner, ModelRunner.Config) and config.runner.max_context > max_context:
-        config = attrs.evolve(config, runner=attrs.evolve(config.runner, max_context=max_context))
+        config = fit_engine(config, examples=examples, group_size=group_size)
     served = Functional.from_config(remove_kernels(model)).describe()
     engine = build_engine(served, program=program, text=text, config=config, warm_up=False, weights=lambda: weights)
     return cfg.build(engine=LocalEngine(engine, text), text=text)

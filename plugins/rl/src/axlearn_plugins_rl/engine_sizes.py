@@ -22,21 +22,25 @@ ENGINE = ServingEngine.Config(
 """Default engine of rollouts. Its steps have few shapes, because many requests arrive at the same time."""
 
 
-def fit_engine(
-    config: ServingEngine.Config, *, examples: int, group_size: int, max_context: int
-) -> ServingEngine.Config:
-    """Fit the sizes of an engine to batches of rollouts. Keep the sizes that differ from those of `ENGINE`.
+def limit_context(config: ServingEngine.Config, max_context: int) -> ServingEngine.Config:
+    """Limit the context of an engine to a number of tokens."""
+    runner = config.runner
+    if not isinstance(runner, ModelRunner.Config) or runner.max_context <= max_context:
+        return config
+    return attrs.evolve(config, runner=attrs.evolve(runner, max_context=max_context))
+
+
+def fit_engine(config: ServingEngine.Config, *, examples: int, group_size: int) -> ServingEngine.Config:
+    """Fit the sizes of an engine to batches of rollouts. A size that is not the default of `ENGINE` does not change.
 
     Args:
         config: Config of the engine.
         examples: Number of examples that start at the same time.
         group_size: Rollouts per example. Their prompts are equal, so the engine computes one of them.
-        max_context: Maximum number of tokens in a context and its completion.
     """
     runner = config.runner
     if not isinstance(runner, ModelRunner.Config) or not isinstance(ENGINE.runner, ModelRunner.Config):
         return config
-    runner = attrs.evolve(runner, max_context=min(runner.max_context, max_context))
     rows = min(examples * group_size, MAX_ROWS, max(SAFE_ROWS, CACHED_TOKENS // runner.max_context))
     runner = _set_unchanged(runner, ENGINE.runner, max_rows=rows)
     if runner.max_context <= SHORT_CONTEXT:

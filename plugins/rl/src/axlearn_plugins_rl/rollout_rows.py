@@ -68,7 +68,7 @@ def build_rows(
     if len(rows) > num_rows:
         reason = "the environment or the chat template rewrites the history, and each rewrite needs another row"
         if cfg.packing:
-            reason = "the trajectories are longer than those of earlier batches"
+            reason = "these trajectories are longer than in earlier batches"
         owner = "a batch" if processes == 1 else "a process"
         raise WorkError(
             f"the rollouts of {owner} have {len(items)} trajectories, which need {len(rows)} rows, "

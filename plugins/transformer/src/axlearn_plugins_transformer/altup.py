@@ -23,7 +23,7 @@ from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 from axlearn_plugins_transformer.per_layer import PerLayerGate
 from axlearn_plugins_transformer.stack import StackLayer
-from axlearn_plugins_transformer.transformer import RESIDUAL, Cache, Decoder, TransformerLayer
+from axlearn_plugins_transformer.transformer import RESIDUAL, Decoder, TransformerLayer
 
 STREAMS = "altup_streams"
 """Name of the other streams in `Context.shared`, [N - 1, B, S, D]."""
@@ -221,22 +221,14 @@ class AltUpDecoder(Decoder):
         self.expand = nnx.List([self.child(cfg.expand, rngs=rngs, **sizes) for _ in others])
         self.merge = nnx.List([self.child(cfg.merge, rngs=rngs, **sizes) for _ in others])
 
-    def __call__(
-        self,
-        tokens: jax.Array,
-        context: Context,
-        cache: Cache | None = None,
-        embeddings: jax.Array | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
-        """Return the hidden states of the tokens, [B, S, D], and the new cache; see `Decoder`."""
-        x, context = self._embed(tokens, context, cache, embeddings)
+    def _run_layers(self, x: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
+        """Project the embedding to the other streams, run the layers, and merge the streams; see `Decoder`."""
         streams = jnp.stack([project(x) for project in self.expand])
         context.share(STREAMS, constrain(_match_magnitude(streams, x), None, *RESIDUAL))
-        x, entries = self.cfg.stack.build()(self.layer, x, context, None if cache is None else cache.layers)
+        x, cache = super()._run_layers(x, context, cache)
         streams = jnp.stack([p(y) for p, y in zip(self.merge, context.read_shared(STREAMS), strict=True)])
         merged = jnp.concatenate([x[None], _match_magnitude(streams, x)]).mean(0)
-        x = self._normalize(constrain(merged, *RESIDUAL))
-        return x, None if cache is None else Cache(entries, cache.length + tokens.shape[1])
+        return constrain(merged, *RESIDUAL), cache
 
 
 def _match_magnitude(streams: jax.Array, x: jax.Array) -> jax.Array:

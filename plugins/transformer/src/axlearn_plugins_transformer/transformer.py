@@ -227,7 +227,7 @@ class Decoder(Layer):
             embeddings: Embeddings of the tokens, [B, S, D]. None calls `embed`.
         """
         x, context = self._embed(tokens, context, cache, embeddings)
-        x, entries = self.cfg.stack.build()(self.layer, x, context, None if cache is None else cache.layers)
+        x, entries = self._run_layers(x, context, None if cache is None else cache.layers)
         return self._normalize(x), None if cache is None else Cache(entries, cache.length + tokens.shape[1])
 
     def begin(
@@ -254,6 +254,10 @@ class Decoder(Layer):
         """Compute the hidden states from outputs of `begin`; see `SplitDecoder`."""
         last = self._last_layer()
         return x if last is None else self._normalize(last.feed_forward_half(x))
+
+    def _run_layers(self, x: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
+        """Run all layers: [B, S, D] and the entries of the cache -> ([B, S, D], new entries). A subclass may wrap this."""
+        return self.cfg.stack.build()(self.layer, x, context, cache)
 
     def _embed(
         self, tokens: jax.Array, context: Context, cache: Cache | None, embeddings: jax.Array | None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from axlearn_plugins_models.gemma.huggingface import NORMS
-from axlearn_plugins_models.gemma4.huggingface import ACTIVATION, PER_LAYER, PER_LAYER_RULES, SHARED, Gemma4
+from axlearn_plugins_models.gemma4.huggingface import ACTIVATION, PER_LAYER, PER_LAYER_RULES, Gemma4
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Json, Key, Settings, unsupported
 from axlearn_plugins_models.huggingface.layer_cycle import (
@@ -15,8 +15,8 @@ from axlearn_plugins_models.huggingface.layer_cycle import (
     periodic_types,
     read_layer_types,
 )
-from axlearn_plugins_models.huggingface.rope import write_rope
 from axlearn_plugins_models.huggingface.table import Rule
+from axlearn_plugins_models.huggingface.windowed import attention_keys
 
 SPARSITY, TABLE = "activation_sparsity_pattern", "vocab_size_per_layer_input"
 ALTUP, LAUREL = f"{d.LAYER}.altup", f"{d.LAYER}.laurel"
@@ -95,16 +95,10 @@ class Gemma3n(Gemma4):
         """Return the `config.json` keys; the inverse of `settings`."""
         decoder, layer = config.model.decoder, config.model.decoder.layer
         attention, widths = (each_value(slot, decoder.num_layers) for slot in (layer.attention, layer.feed_forward))
-        kinds = [FULL if one.window is None else SLIDING for one in attention]
-        by_kind = dict(zip(kinds, attention, strict=True))
-        wide, near = by_kind[FULL], by_kind.get(SLIDING, by_kind[FULL])
         return {
-            "rms_norm_eps": decoder.norm.eps, "layer_types": kinds, "sliding_window": near.window or 512,
-            "num_attention_heads": wide.num_heads, "num_key_value_heads": near.num_kv_heads, "head_dim": near.head_dim,
-            SHARED: sum(one.kv_source is not None for one in attention),
-            "rope_parameters": {SLIDING: write_rope(near.position), FULL: write_rope(wide.position)},
+            **attention_keys(attention), "rms_norm_eps": decoder.norm.eps,
             "intermediate_size": [one.hidden_dim for one in widths],
             SPARSITY: [0.0 if one.form is None else one.form.sparsity for one in widths],
-            "hidden_activation": next(k for k, v in d.ACTIVATIONS.items() if v == widths[0].activation),
+            "hidden_activation": d.ACTIVATION_NAMES[widths[0].activation],
             PER_LAYER: decoder.per_layer.dim, TABLE: decoder.per_layer.num_tokens or config.model.vocab_size,
         }  # fmt: skip

@@ -14,8 +14,9 @@ from axlearn_plugins_models.huggingface.layer_cycle import (
     periodic_types,
     read_layer_types,
 )
-from axlearn_plugins_models.huggingface.rope import FACTOR, PROPORTIONAL, Kind, parameters, read_rope, write_rope
+from axlearn_plugins_models.huggingface.rope import FACTOR, PROPORTIONAL, Kind, parameters, read_rope
 from axlearn_plugins_models.huggingface.table import Rule
+from axlearn_plugins_models.huggingface.windowed import attention_keys
 
 SHARED, DOUBLE, PER_LAYER = "num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input"
 LAYERS = "per_layer_config"
@@ -152,19 +153,14 @@ class Gemma4(Family):
         """Return the `config.json` keys; the inverse of `settings`."""
         decoder, layer = config.model.decoder, config.model.decoder.layer
         attention, widths = (each_value(slot, decoder.num_layers) for slot in (layer.attention, layer.feed_forward))
-        kinds = [FULL if one.window is None else SLIDING for one in attention]
-        by_kind = dict(zip(kinds, attention, strict=True))
-        wide, near = by_kind[FULL], by_kind.get(SLIDING, by_kind[FULL])
+        wide = next(one for one in attention if one.window is None)
         experts = layer.second_feed_forward
         same = any(one.value is None and one.key is not None for one in attention)
         return {
-            "rms_norm_eps": decoder.norm.eps, "layer_types": kinds, "sliding_window": near.window or 512,
-            "num_attention_heads": wide.num_heads, "num_key_value_heads": near.num_kv_heads, "head_dim": near.head_dim,
+            **attention_keys(attention), "rms_norm_eps": decoder.norm.eps, "attention_k_eq_v": same,
             "global_head_dim": wide.head_dim, "num_global_key_value_heads": wide.num_kv_heads if same else None,
-            "attention_k_eq_v": same, SHARED: sum(one.kv_source is not None for one in attention),
-            "rope_parameters": {SLIDING: write_rope(near.position), FULL: write_rope(wide.position)},
             "intermediate_size": widths[0].hidden_dim, DOUBLE: widths[-1].hidden_dim != widths[0].hidden_dim,
-            "hidden_activation": next(k for k, v in d.ACTIVATIONS.items() if v == widths[0].activation),
+            "hidden_activation": d.ACTIVATION_NAMES[widths[0].activation],
             PER_LAYER: decoder.per_layer.dim if decoder.per_layer else 0,
             "vocab_size_per_layer_input": config.model.vocab_size, "enable_moe_block": experts is not None,
             **({} if experts is None else {"num_experts": experts.num_experts, "top_k_experts": experts.top_k,

@@ -30,6 +30,8 @@ ACTIVATIONS = {
     "relu2": "relu_squared",
 }
 """Names of activations: Hugging Face's -> ours."""
+ACTIVATION_NAMES = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+"""Names of activations: ours -> the first one of Hugging Face's."""
 
 TIED = Key("model.decoder.head", default=False, values={True: None, False: {"type": "head"}})
 HEADS = {

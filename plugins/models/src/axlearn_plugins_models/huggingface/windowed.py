@@ -1,11 +1,13 @@
 """Decoders whose layers alternate between sliding windows and global attention, as `layer_types` says."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from axlearn_core.config import patch
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Json, Settings
 from axlearn_plugins_models.huggingface.layer_cycle import (
+    FULL,
     SLIDING,
     cycle_of,
     each_value,
@@ -14,6 +16,7 @@ from axlearn_plugins_models.huggingface.layer_cycle import (
     window_cycle,
     window_types,
 )
+from axlearn_plugins_models.huggingface.rope import write_rope
 
 POSITION, WINDOW = f"{d.ATTENTION}.position", f"{d.ATTENTION}.window"
 
@@ -53,3 +56,23 @@ class WindowedDecoder(d.RopeDecoder):
             positions = each_value(decoder.layer.attention.position, decoder.num_layers)
             config = patch(config, {POSITION: next(filter(None, positions), None)})
         return super().export_keys(config) | {"layer_types": kinds, "sliding_window": size}
+
+
+def attention_keys(attention: Sequence[Any]) -> Json:
+    """Return the `config.json` keys of layers whose positions, windows and keys differ by kind, as in Gemma 3n and 4.
+
+    Args:
+        attention: Config of each layer's attention.
+    """
+    kinds = [FULL if one.window is None else SLIDING for one in attention]
+    by_kind = dict(zip(kinds, attention, strict=True))
+    wide, near = by_kind[FULL], by_kind.get(SLIDING, by_kind[FULL])
+    return {
+        "layer_types": kinds,
+        "sliding_window": near.window or 512,
+        "num_attention_heads": wide.num_heads,
+        "num_key_value_heads": near.num_kv_heads,
+        "head_dim": near.head_dim,
+        "num_kv_shared_layers": sum(one.kv_source is not None for one in attention),
+        "rope_parameters": {SLIDING: write_rope(near.position), FULL: write_rope(wide.position)},
+    }

@@ -32,7 +32,7 @@ class RolloutSourceSuite:
     max_context: int = 4096
 
     def script(self, context: str, seed: int) -> str:
-        """Return what the policy writes after a context. Override it for environments that expect a certain answer."""
+        """Return the answer of the policy to a context. Override it for environments that expect a certain answer."""
         return f"answer {seed} after {len(context)}"
 
     def policy(self, **options: Any) -> ScriptedPolicy:

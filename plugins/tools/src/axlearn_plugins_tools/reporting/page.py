@@ -373,7 +373,7 @@ def _environment(run: Run) -> str:
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:
-    """Return an HTML table with a header cell and a value in each row, as plain text. Empty if there are no rows."""
+    """Return an HTML table with a header cell and a value in each row, as plain text, or an empty string."""
     cells = "".join(f"<tr><th>{text(k)}</th><td>{text(v)}</td></tr>" for k, v in rows)
     return f"<table>{cells}</table>" if cells else ""
 
