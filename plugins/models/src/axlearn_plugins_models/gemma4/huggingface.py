@@ -153,11 +153,12 @@ class Gemma4(Family):
         """Return the `config.json` keys; the inverse of `settings`."""
         decoder, layer = config.model.decoder, config.model.decoder.layer
         attention, widths = (each_value(slot, decoder.num_layers) for slot in (layer.attention, layer.feed_forward))
-        wide = next(one for one in attention if one.window is None)
+        keys = attention_keys(attention)
+        wide = attention[keys["layer_types"].index(FULL)]
         experts = layer.second_feed_forward
         same = any(one.value is None and one.key is not None for one in attention)
         return {
-            **attention_keys(attention), "rms_norm_eps": decoder.norm.eps, "attention_k_eq_v": same,
+            **keys, "rms_norm_eps": decoder.norm.eps, "attention_k_eq_v": same,
             "global_head_dim": wide.head_dim, "num_global_key_value_heads": wide.num_kv_heads if same else None,
             "intermediate_size": widths[0].hidden_dim, DOUBLE: widths[-1].hidden_dim != widths[0].hidden_dim,
             "hidden_activation": d.ACTIVATION_NAMES[widths[0].activation],
