@@ -50,6 +50,7 @@ SIZES: Mapping[str, int] = {
     "rope_head_dim": 4,
     "sequence_length": 16,
     "size": 5,  # of an attention window
+    "state_dim": 16,
     "top_groups": 1,
     "top_k": 2,
     "value_head_dim": 8,
