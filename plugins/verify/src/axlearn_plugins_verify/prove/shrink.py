@@ -36,6 +36,7 @@ SIZES: Mapping[str, int] = {
     "head_dim": 8,
     "hidden_dim": 32,
     "image_size": 8,
+    "key_dim": 8,
     "kv_rank": 16,
     "loss_chunk": 4,
     "max_length": 16,
@@ -43,6 +44,7 @@ SIZES: Mapping[str, int] = {
     "num_experts": 4,
     "num_groups": 2,
     "num_heads": 4,
+    "num_key_heads": 2,
     "num_kv_heads": 2,
     "original_length": 8,
     "page_size": 4,
@@ -55,6 +57,7 @@ SIZES: Mapping[str, int] = {
     "state_dim": 16,
     "top_groups": 1,
     "top_k": 2,
+    "value_dim": 8,
     "value_head_dim": 8,
     "vocab_size": 64,
     "warmup_steps": 1,
@@ -162,7 +165,7 @@ def _small_values(config: Any) -> Iterator[tuple[str, int]]:
             continue
         if name == "num_layers":
             yield leaf.path, min(leaf.value, _needed_layers(get(config, leaf.path.rpartition(".")[0])))
-        elif name == "num_kv_heads":
+        elif name in ("num_kv_heads", "num_key_heads"):
             yield leaf.path, _kv_heads(leaf.value, get(config, f"{leaf.path.rpartition('.')[0]}.num_heads"))
         elif name == "hidden_dim" and _is_inner(config, leaf.path):
             yield leaf.path, min(leaf.value, INNER)
