@@ -69,7 +69,7 @@ BAD = (
     raw("deep-schema", b'{"prompt": "a", "metadata": ' + b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"}", ""),
     raw("other-type", b"prompt=a", "application/json", kind="application/x-www-form-urlencoded", status=415),
     raw("unknown-charset", b'{"prompt": 1}', "prompt", kind="application/json; charset=utf-16"),
-    raw("no-prompt", b"{}", "Field required", param="prompt"),
+    raw("no-prompt", b"{}", "is required", param="prompt"),
     raw("body-too-large", b'{"prompt": "' + b"a" * (5 * 2**20) + b'"}', "larger than", status=413),
     text("misspelled", "did you mean temperature?", "temprature", temprature=1),
     text("unknown-field", "unknown field", "nonsense", nonsense=1),
@@ -156,7 +156,7 @@ BAD = (
     chat("messages-text", "", "messages", messages="hi"),
     chat("message-text", "", "messages[0]", messages=["hi"]),
     chat("role", "", "messages[0].role", messages=[{"role": "robot", "content": "a"}]),
-    chat("no-role", "Field required", "messages[0].role", messages=[{"content": "a"}]),
+    chat("no-role", "is required", "messages[0].role", messages=[{"content": "a"}]),
     chat("no-content", "content is missing", "messages[0]", messages=[{"role": "user"}]),
     chat("content-number", "", "messages[0].content", messages=[{"role": "user", "content": 1}]),
     chat(

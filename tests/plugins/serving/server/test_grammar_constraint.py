@@ -41,10 +41,11 @@ def test_large_schemas_stay_within_the_limits(grammars):
 @pytest.mark.parametrize("named", [False, True])
 def test_an_error_names_the_tool_whose_parameters_cannot_be_met(grammars, named):
     short = {"type": "string", "minLength": 5, "maxLength": 2}
-    functions = (Function("bad", {"properties": {"a": short}, "required": ["a"]}), Function("good"))
+    path = "tools[0].function.parameters"
+    functions = (Function("bad", {"properties": {"a": short}, "required": ["a"]}, path), Function("good"))
     with pytest.raises(ApiError) as caught:
         grammars.force_calls(ToolUse(functions=functions, mode="required", named=named, parallel=True))
-    assert (caught.value.status, caught.value.param, caught.value.code) == (400, "tools", "invalid_json_schema")
-    begin = "tools: the parameters of the tool 'bad' cannot be used: Unsatisfiable schema: "
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, path, "invalid_json_schema")
+    begin = f"{path}: the parameters of the tool 'bad' cannot be used: Unsatisfiable schema: "
     assert caught.value.message.startswith(begin)
     assert "call_0" not in caught.value.message

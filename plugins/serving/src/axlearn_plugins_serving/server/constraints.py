@@ -123,8 +123,8 @@ class Grammars:
             self.new({"type": "object", **function.parameters})
         except ApiError as error:
             reason = error.message.split(" cannot be used: ", 1)[-1]
-            message = f"tools: the parameters of the tool {function.name!r} cannot be used: {reason}"
-            raise ApiError(400, message, param="tools", code="invalid_json_schema") from None
+            message = f"{function.path}: the parameters of the tool {function.name!r} cannot be used: {reason}"
+            raise ApiError(400, message, param=function.path, code="invalid_json_schema") from None
 
     def constrain(self, grammar: str, param: str = "response_format") -> GrammarConstraint:
         """Build a constraint from a grammar in llguidance's format.
