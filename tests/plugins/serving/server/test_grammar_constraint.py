@@ -1,11 +1,16 @@
 """Grammars that need too much work fail instead of delaying other requests, and errors name the cause."""
 
+import json
+
 import pytest
 
 from axlearn_plugins_serving.parsers.answer_formats import Function
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.constraints import Grammars
 from axlearn_plugins_serving.server.conversation import ToolUse
+from axlearn_plugins_serving.server.early_checks import MAX_ENTRIES
+from axlearn_plugins_serving.server.message_schemas import MAX_TOOL_COUNT
+from axlearn_plugins_serving.server.structured_outputs import GrammarSource
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 
@@ -25,8 +30,41 @@ def generate(constraint, text):
 
 def test_an_ambiguous_grammar_fails_early(grammars):
     constraint = grammars.parse_lark('start: a\na: a a | "x" | a a a | ""', "grammar")
-    with pytest.raises(ValueError, match="Complex"):
+    with pytest.raises(ValueError, match=r"Current row has .* max is 200") as caught:
         generate(constraint, "x" * 400)
+    assert "<state>" not in str(caught.value)
+
+
+def test_a_grammar_that_fails_with_the_first_token_is_refused(grammars):
+    kinds = [{"type": "object", "properties": {"kind": {"const": f"k{i}"}}, "required": ["kind"]} for i in range(250)]
+    with pytest.raises(ApiError, match=r"it needs too much work for one token: .* max is 200") as caught:
+        grammars.new({"anyOf": kinds}, param="json_schema")
+    assert (caught.value.status, caught.value.param) == (400, "json_schema")
+
+
+def test_as_many_choices_as_a_request_may_have(grammars):
+    choices = [f"word {i}" for i in range(MAX_ENTRIES - 2)] + ['"quoted" | a\\', "é\n"]
+    constraint = grammars.build(GrammarSource("choice", json.dumps(choices), "structured_outputs.choice"))
+    for choice in ("word 977", *choices[-2:]):
+        assert generate(constraint.copy(), choice)
+    with pytest.raises(AssertionError):
+        generate(constraint.copy(), "word x")
+
+
+@pytest.mark.parametrize("name", ["tool_{}", "{}_tool", 'a"\\{}', "{}é"])
+def test_as_many_required_tools_as_a_request_may_have(name, grammars):
+    functions = [
+        Function(name.format(i), {"properties": {"x": {"const": i}}, "required": ["x"]}) for i in range(MAX_TOOL_COUNT)
+    ]
+    constraint = grammars.force_calls(ToolUse(functions=tuple(functions), mode="required"))
+
+    def write(*indices):
+        calls = [{"name": functions[i].name, "arguments": {"x": x}} for i, x in indices]
+        return json.dumps(calls, ensure_ascii=False, separators=(",", ":"))
+
+    assert generate(constraint.copy(), write((1, 1), (11, 11), (MAX_TOOL_COUNT - 1, MAX_TOOL_COUNT - 1)))
+    with pytest.raises(AssertionError):
+        generate(constraint.copy(), write((1, 11)))
 
 
 def test_large_schemas_stay_within_the_limits(grammars):

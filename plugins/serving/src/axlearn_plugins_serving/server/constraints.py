@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from axlearn_core.contracts.parts import Tokenizer
@@ -134,12 +135,17 @@ class Grammars:
             param: Name of the request's field in errors.
 
         Raises:
-            ApiError: 400 if the grammar cannot be satisfied.
+            ApiError: 400 if the grammar cannot be satisfied, or exceeds the limits with the first token.
         """
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _grammar_error(matcher.get_error(), param)
-        return GrammarConstraint(matcher, self._words, grammar)
+        constraint = GrammarConstraint(matcher, self._words, grammar)
+        try:
+            _try_first_token(constraint.copy())
+        except ValueError as error:
+            raise _grammar_error(f"it needs too much work for one token: {error}", param) from None
+        return constraint
 
     @property
     def _words(self) -> int:
@@ -155,7 +161,11 @@ class Grammars:
         try:
             if source.kind == "json":
                 return self.new(json.loads(value) if isinstance(value, str) else value, param=param)
-            grammar = grammar_from(source.kind, value)
+            if source.kind == "choice":  # as a single terminal, whose alternatives do not count toward the limits
+                choices = " | ".join(json.dumps(choice) for choice in json.loads(value))
+                grammar = LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+            else:
+                grammar = grammar_from(source.kind, value)
         except (ValueError, RecursionError) as error:
             raise _grammar_error(str(error), param) from None
         return self.constrain(grammar, param=param)
@@ -170,6 +180,14 @@ class Grammars:
     def _vocabulary(self) -> LLTokenizer:
         with self._lock:
             return self._load_tokenizer
+
+
+def _try_first_token(constraint: GrammarConstraint) -> None:
+    """Accept any token that a constraint allows first. Raises `ValueError` if that exceeds the limits."""
+    (positions,) = np.nonzero(constraint.mask())
+    if positions.size:
+        bits = int(constraint.mask()[positions[0]])
+        constraint.accept(int(positions[0]) * 32 + (bits & -bits).bit_length() - 1)
 
 
 def _grammar_error(reason: str, param: str) -> ApiError:
