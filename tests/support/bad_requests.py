@@ -49,9 +49,9 @@ def raw(name, content, says="", path=TEXT, **options):
     return Bad(name, path, content, says=says, **options)
 
 
-def schema(name, value, says):
+def schema(name, value, says, param="response_format.json_schema.schema"):
     format = {"type": "json_schema", "json_schema": {"name": "s", "schema": value}}
-    return chat(name, says, "response_format", response_format=format)
+    return chat(name, says, param, response_format=format)
 
 
 BAD = (
@@ -173,7 +173,7 @@ BAD = (
     chat("tool-type", "", "tools[0].type", tools=[{"type": "web_search", "function": {"name": "f"}}]),
     chat("tool-choice", "has no tools", "tool_choice", tool_choice="required"),
     chat("tool-named", "no tool has the name 'g'; the request has f", "tool_choice", tools=TOOLS, tool_choice=NAMED_G),
-    chat("tool-twice", "have the name 'f'", "tools", tools=TOOLS * 2),
+    chat("tool-twice", "have the same name, 'f'", "tools", tools=TOOLS * 2),
     chat("tools-ignored", "does not show tools", "tools", tools=TOOLS),
     chat("arguments", "not JSON", "messages[0].tool_calls[0].function.arguments", messages=called('{"a": ')),
     chat("arguments-list", "not a JSON object", messages=called("[1]")),
@@ -192,7 +192,7 @@ BAD = (
     schema("schema-lengths", {"type": "string", "minLength": 5, "maxLength": 2}, "Unsatisfiable"),
     schema("schema-elsewhere", {"$ref": "http://127.0.0.1:1/schema.json"}, "cannot be used"),
     schema("schema-pattern", {"type": "string", "pattern": "(a"}, "cannot be used"),
-    schema("schema-huge", {"type": "string", "enum": ["a" * 100_000]}, "characters"),
+    schema("schema-huge", {"type": "string", "enum": ["a" * 100_000]}, "characters", "response_format"),
     Bad("response-previous", RESPONSE, b'{"input": "a", "previous_response_id": "x"}', param="previous_response_id"),
     Bad(
         "response-expired",

@@ -29,17 +29,40 @@ def generate(constraint, text):
 
 
 def test_an_ambiguous_grammar_fails_early(grammars):
-    constraint = grammars.parse_lark('start: a\na: a a | "x" | a a a | ""', "grammar")
+    constraint = grammars.build(GrammarSource("grammar", 'start: a\na: a a | "x" | a a a | ""', "grammar"))
     with pytest.raises(ValueError, match=r"Current row has .* max is 200") as caught:
         generate(constraint, "x" * 400)
     assert "<state>" not in str(caught.value)
 
 
 def test_a_grammar_that_fails_with_the_first_token_is_refused(grammars):
-    kinds = [{"type": "object", "properties": {"kind": {"const": f"k{i}"}}, "required": ["kind"]} for i in range(250)]
+    source = GrammarSource("grammar", "start: " + " | ".join(f'"x" "{i}"' for i in range(250)), "grammar")
     with pytest.raises(ApiError, match=r"it needs too much work for one token: .* max is 200") as caught:
-        grammars.new({"anyOf": kinds}, param="json_schema")
-    assert (caught.value.status, caught.value.param) == (400, "json_schema")
+        grammars.build(source)
+    assert (caught.value.status, caught.value.param) == (400, "grammar")
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_schema_may_have_hundreds_of_optional_properties(forced, grammars):
+    schema = {"properties": {f"f{i}": {"type": "string"} for i in range(300)}, "additionalProperties": False}
+    if forced:
+        constraint = grammars.force_calls(ToolUse(functions=(Function("f", schema),), mode="required"))
+        text = '[{"name":"f","arguments":{"f3": "a", "f250": "b"}}]'
+    else:
+        constraint, text = grammars.new({"type": "object", **schema}), '{"f3": "a", "f250": "b"}'
+    assert generate(grammars.rebuild(constraint.grammar), text)
+
+
+@pytest.mark.parametrize("text", ['{"grammars": [{"lark_grammar": "start: /a/"}]}', '{\nstart: "a"', "{}"])
+def test_a_grammar_that_begins_like_json_is_refused(text, grammars):
+    with pytest.raises(ApiError, match="grammar: the grammar cannot be used"):
+        grammars.build(GrammarSource("grammar", text, "grammar"))
+
+
+def test_a_schema_in_a_grammar_has_the_limits_of_grammars(grammars):
+    schema = {"type": "object", "properties": {f"f{i}": {"type": "string"} for i in range(300)}}
+    with pytest.raises(ApiError, match="max is 200"):
+        grammars.build(GrammarSource("grammar", f"start: %json {json.dumps(schema)}", "grammar"))
 
 
 def test_as_many_choices_as_a_request_may_have(grammars):

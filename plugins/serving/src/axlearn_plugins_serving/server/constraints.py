@@ -21,8 +21,12 @@ from axlearn_plugins_transformer.text.decoding import HasTokenizerJson
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 _LIMITS = LLParserLimits(max_items_in_row=200, step_max_items=5_000, step_lexer_fuel=100_000)
-"""Limits on the work for one token, so that an ambiguous grammar fails instead of delaying other requests. A JSON schema needs
-fewer than 100 items in a row."""
+"""Limits on the work for one token, so that an ambiguous grammar fails instead of delaying other requests."""
+_JSON_LIMITS = LLParserLimits(max_items_in_row=2_000, step_max_items=5_000, step_lexer_fuel=100_000)
+"""Limits for JSON schemas. An optional property takes four items of a row. Brackets delimit the values, so the work for a token
+grows only linearly with the items."""
+_CALLS = "calls"
+"""Name of the grammar of required calls, which has the limits of JSON schemas."""
 
 
 class _Vocabulary:
@@ -94,18 +98,6 @@ class Grammars:
         """Build a constraint that applies a grammar to the answer only."""
         return StagedConstraint(stages, grammar, self._words)
 
-    def parse_lark(self, grammar: str, param: str) -> GrammarConstraint:
-        """Build a constraint from a grammar in llguidance's form of Lark.
-
-        Args:
-            grammar: The grammar.
-            param: Name of the request's field in errors.
-
-        Raises:
-            ApiError: 400 if the grammar is invalid or cannot be satisfied.
-        """
-        return self.constrain(LLMatcher.grammar_from_lark(grammar), param)
-
     def force_calls(self, use: ToolUse) -> GrammarConstraint:
         """Build a constraint for the calls that a request requires. This can take a second, so call it in a thread.
 
@@ -113,7 +105,8 @@ class Grammars:
             ApiError: 400 if the parameters of a tool are invalid or cannot be satisfied.
         """
         try:
-            return self.parse_lark(forced_grammar(use), "tools")
+            grammar = {"name": _CALLS, "lark_grammar": forced_grammar(use)}
+            return self.constrain(json.dumps({"grammars": [grammar]}), "tools")
         except ApiError:
             for function in use.functions:  # the error quotes the grammar, so find the tool that it is about
                 self._check_parameters(function)
@@ -137,7 +130,7 @@ class Grammars:
         Raises:
             ApiError: 400 if the grammar cannot be satisfied, or exceeds the limits with the first token.
         """
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_limits_of(grammar))
         if matcher.is_error():
             raise _grammar_error(matcher.get_error(), param)
         constraint = GrammarConstraint(matcher, self._words, grammar)
@@ -180,6 +173,15 @@ class Grammars:
     def _vocabulary(self) -> LLTokenizer:
         with self._lock:
             return self._load_tokenizer
+
+
+def _limits_of(grammar: str) -> LLParserLimits:
+    """Return the limits for a grammar in llguidance's JSON format or in its form of Lark."""
+    try:
+        (first,) = json.loads(grammar)["grammars"]
+    except ValueError:
+        return _LIMITS
+    return _JSON_LIMITS if first.get("json_schema") is not None or first.get("name") == _CALLS else _LIMITS
 
 
 def _try_first_token(constraint: GrammarConstraint) -> None:

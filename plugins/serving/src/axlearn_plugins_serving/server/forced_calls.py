@@ -32,7 +32,7 @@ def forced_grammar(use: ToolUse) -> str:
 
 
 def _prefix_rules(name: str, continuations: Mapping[str, str]) -> Iterator[str]:
-    """Yield rules for one of several texts, none of which begins with another.
+    """Yield rules for a choice of texts. No text may be the beginning of another.
 
     The alternatives of each rule begin with different characters. The work for a token grows with the number of alternatives, and
     the limits allow 200 of them, so a rule with one alternative for each tool would fail.
