@@ -8,6 +8,7 @@ the peak of host memory above the parameters, compared with the largest tensor.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -88,6 +89,7 @@ def main() -> None:
         expected_bytes = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in like.values())
         plain(directory)  # warm up: fill the page cache, and compile
         jax.block_until_ready(source.read(like))
+        gc.collect()
         ratios, seconds, over = [], [], []
         for _ in range(options.pairs):
             before = plain(directory)
@@ -98,6 +100,7 @@ def main() -> None:
             over.append(memory("VmHWM") - resting - expected_bytes)
             ratios.append(before / seconds[-1])
             del params
+            gc.collect()  # otherwise, these parameters count as resting memory of the next pair
     results = {
         "gigabytes": size / 1e9,
         "param_dtype": options.param_dtype,
