@@ -100,13 +100,17 @@ TARGETS = {
 }
 """A GPU target that fits, with any options that it needs, by experiment."""
 TPU_TARGETS = {
+    "ernie4.5-0.3b": "tpu-v6e-16",
+    "llama2-70b": "tpu-v5p-1024 --set mesh.targets={}",
+    "llama2-7b": "tpu-v5p-512 --set mesh.targets={}",
     "llama3-8b": "tpu-v5p-512",
+    "qwen3-30b-a3b": "tpu-v5p-1024 --set input.sequence_length=16384",
     "vit-b16": "tpu-v5e-16",
 }
 """A TPU target that fits, by experiment."""
 UNPLANNED = frozenset(
     """
-    gemma3n-e2b gemma3n-e4b gemma4-e2b gemma4-e4b nemotron-nano-9b-v2 nemotron3-nano-30b-a3b
+    cwm-32b gemma3n-e2b gemma3n-e4b gemma4-e2b gemma4-e4b gpt-oss-120b nemotron-nano-9b-v2 nemotron3-nano-30b-a3b solar-open-100b
     """.split()  # noqa: SIM905
 )
 """Experiments that were not compiled for any target yet."""
