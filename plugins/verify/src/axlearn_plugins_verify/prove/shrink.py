@@ -18,8 +18,8 @@ from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import AxlearnError, RequestError
 from axlearn_plugins_verify.prove.structure import Structure, describe_structure
 
-LARGE = 2_000_000
-"""Number of parameters above which a model is not small enough."""
+SMALL, LARGE = 250_000, 2_000_000
+"""Number of parameters above which each size is shrunk further by itself, and above which a model cannot be proven."""
 UNKNOWN = 64
 """Largest value that a number of unknown meaning may keep. Larger numbers are sizes."""
 PARTS = ("model.", "objective.", "input.", "learner.")
@@ -118,7 +118,7 @@ def shrink(config: Any, devices: int = 8) -> Shrunk:
     _check_input(config)
     structure = describe_structure(config)
     small, small_structure = _first_valid(config, structure)
-    if small_structure.parameters > LARGE:
+    if small_structure.parameters > SMALL:
         small, small_structure = _shrink_one_by_one(small, small_structure)
     lost = structure.lost_operations(small_structure)
     changes = {
@@ -244,7 +244,9 @@ def _patched(config: Any, values: Mapping[str, int], structure: Structure) -> tu
 
 
 def _shrink_one_by_one(config: Any, structure: Structure) -> tuple[Any, Structure]:
-    """Shrink each size that can be shrunk alone, including fields whose names are not known.
+    """Shrink sizes that can be shrunk alone, the largest first, including fields whose names are not known.
+
+    Stops when the model is small.
 
     Raises:
         RequestError: If the model stays large.
@@ -252,10 +254,12 @@ def _shrink_one_by_one(config: Any, structure: Structure) -> tuple[Any, Structur
     small, refused, small_structure = config, [], structure
     sizes = dict(_small_values(config))
     for path, old in sorted(_module_sizes(config), key=lambda size: -size[1]):
+        if small_structure.parameters <= SMALL:
+            break
         least = sizes.get(path, 0) if path.rpartition(".")[2] in SIZES else 0
         options = sorted({sizes.get(path, old), *(n for n in _halved(old) if n > least)})
         candidates = (_patched(small, {path: value}, structure) for value in options if value < old)
-        candidate = next((c for c in candidates if c is not None), None)
+        candidate = next((c for c in candidates if c is not None and not structure.lost_operations(c[1])), None)
         if candidate is not None and candidate[1].parameters < small_structure.parameters:
             small, small_structure = candidate
         elif old > SMALLEST_COUNT:
