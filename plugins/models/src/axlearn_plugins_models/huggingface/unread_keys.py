@@ -61,16 +61,18 @@ def check_unread(data: Mapping[str, Any], unread: Iterable[str], model_type: str
         unread: Keys that the family did not read.
         model_type: Family.
     """
-    known = {**NEUTRAL, "layer_types": (FULL,)}
+    neutral = {**NEUTRAL, "layer_types": (FULL,)}
     problems = [
         Problem(
             path=f"config.json: {key}",
             message=f"the family {model_type!r} does not read this key, "
             + (
-                "which changes what a model computes" if key in known else "whose name suggests that it changes results"
+                "which changes what a model computes"
+                if key in neutral
+                else "whose name suggests that it changes results"
             ),
             got=repr(data[key])[:80],
-            expected=" or ".join("no such key" if v is None else repr(v) for v in known.get(key, _NONE)),
+            expected=" or ".join("no such key" if v is None else repr(v) for v in neutral.get(key, _NONE)),
             fix="install or write a family that supports it (see docs/huggingface.md); if the weights were trained without it, "
             "delete the key",
         )
