@@ -182,10 +182,10 @@ def test_a_size_that_cannot_be_shrunk_is_named(monkeypatch):
         actual = describe(config)
         return attrs.evolve(actual, parts=actual.parts | {(str(config.model.decoder.hidden_dim),)})
 
-    monkeypatch.setattr(shrinking, "describe_structure", describe_width)
-    monkeypatch.setattr(shrinking, "_attempts", lambda config: iter(()))
     sizes = {"model.decoder.hidden_dim": 32_770, "model.decoder.layer.attention.head_dim": 8}
     config = patch(small("quickstart").config, sizes)
+    monkeypatch.setattr(shrinking, "describe_structure", describe_width)
+    monkeypatch.setattr(shrinking, "_attempts", lambda config: iter(()))
     with pytest.raises(
         RequestError, match=r"model\.decoder\.hidden_dim: cannot be shrunk[\s\S]*got: 32770[\s\S]*fix: "
     ):
