@@ -8,6 +8,7 @@ the peak of host memory above the parameters, compared with the largest tensor.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -88,21 +89,28 @@ def main() -> None:
         expected_bytes = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in like.values())
         plain(directory)  # warm up: fill the page cache, and compile
         jax.block_until_ready(source.read(like))
-        ratios, seconds, over = [], [], []
+        gc.collect()
+        ratios, seconds, over, processor = [], [], [], []
         for _ in range(options.pairs):
+            used = [time.process_time()]
             before = plain(directory)
+            used.append(time.process_time())
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
             resting, start = memory("VmRSS"), time.perf_counter()
             params = jax.block_until_ready(source.read(like))
             seconds.append(time.perf_counter() - start)
+            used.append(time.process_time())
+            processor.append((used[2] - used[1]) / (used[1] - used[0]))
             over.append(memory("VmHWM") - resting - expected_bytes)
             ratios.append(before / seconds[-1])
             del params
+            gc.collect()  # otherwise, these parameters count as resting memory of the next pair
     results = {
         "gigabytes": size / 1e9,
         "param_dtype": options.param_dtype,
         "speed_against_plain_read": statistics.median(ratios),
         "range": [min(ratios), max(ratios)],
+        "processor_time_over_plain_read": statistics.median(processor),
         "gigabytes_per_second": size / 1e9 / statistics.median(seconds),
         "memory_over_parameters": max(over),
         "largest_tensor": largest,

@@ -77,8 +77,9 @@ class Run:
         self._init = jax.jit(self.functional.init_arrays)
         self._step, self._observe = jax.jit(self._update), jax.jit(self._measure)
 
-    def _update(self, params, variables, state, batch):
-        key = jax.random.key(0)
+    def _update(self, params, variables, state, batch, factor):
+        """Take a step. Without weight decay, updates are proportional to the learning rate, which `factor` multiplies."""
+        key, before = jax.random.key(0), params
 
         def loss(params, variables, batch, key):
             model = self.functional.bind(params, variables, key)
@@ -88,7 +89,7 @@ class Run:
         with selection.use(selection.Selection(platform="cpu")):
             (value, (_, _)), grads = jax.value_and_grad(loss, has_aux=True)(params, variables, batch, key)
         params, state, _ = self.learner.update(grads, state, params, value)
-        return params, state, value
+        return jax.tree.map(lambda old, new: old + factor * (new - old), before, params), state, value
 
     def _measure(self, params, variables, batch):
         """Return the RMS of each tagged activation, and the logits."""
@@ -110,7 +111,7 @@ class Run:
         state = self.learner.init(params)
         first, rows = None, []
         for batch in batches:
-            params, state, _ = self._step(params, variables, state, batch)
+            params, state, _ = self._step(params, variables, state, batch, 1.0)
             if first is None:
                 _, first = self._observe(*self._init(jax.random.key(seed)), batches[0])
             sizes, logits = self._observe(params, variables, batches[0])
@@ -118,12 +119,15 @@ class Run:
             rows.append({name: np.log(np.asarray(value)) for name, value in sizes.items()})
         return rows
 
-    def final_loss(self, seed, batches):
-        """Train on the batches. Return the mean loss of the last tenth, or infinity if it is not finite."""
+    def final_loss(self, seed, batches, factor):
+        """Train on the batches, with the learning rate times `factor`.
+
+        Return the mean loss of the last tenth, or infinity if it is not finite.
+        """
         params, variables = self._init(jax.random.key(seed))
         state, losses = self.learner.init(params), []
         for batch in batches:
-            params, state, loss = self._step(params, variables, state, batch)
+            params, state, loss = self._step(params, variables, state, batch, factor)
             losses.append(float(loss))
         last = float(np.mean(losses[-max(1, len(losses) // 10) :]))
         return last if np.isfinite(last) else float("inf")
@@ -180,10 +184,11 @@ def show_rates(optimizer, widths, rates, steps, seeds, base_width):
         print(f"\n{title}, {optimizer}\n\n| width | {' | '.join(f'{r:.2g}' for r in rates)} | best |")
         print("|---" * (len(rates) + 2) + "|")
         for width in widths:
-            losses = []
-            for rate in rates:
-                run = Run(experiment("dense", optimizer, width, rate, base_width=base), steps)
-                losses.append(np.mean([run.final_loss(seed, draw_batches(steps, seed)) for seed in range(seeds)]))
+            run = Run(experiment("dense", optimizer, width, rates[0], base_width=base), steps)
+            losses = [
+                np.mean([run.final_loss(seed, draw_batches(steps, seed), rate / rates[0]) for seed in range(seeds)])
+                for rate in rates
+            ]
             best = rates[int(np.argmin(losses))]
             print(f"| {width} | {' | '.join(f'{x:.3f}' for x in losses)} | {best:.2g} |", flush=True)
             jax.clear_caches()

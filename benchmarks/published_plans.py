@@ -19,6 +19,7 @@ TARGETS = {
     "bamba-9b": "h100-8x64",
     "command-r-35b": "h100-8x64",
     "command-r7b": "h100-8x32",
+    "cwm-32b": "h100-8x32 --with gradient-accumulation:steps=4",
     "deepseek-v2-lite": "h100-8x32",
     "deepseek-v3": "h100-8x256",
     "deepseek-v3.2": "h100-8x256 --with gradient-accumulation:steps=4",
@@ -93,6 +94,9 @@ TARGETS = {
     "qwen3.5-9b": "h100-8x32",
     "seed-oss-36b": "h100-8x64",
     "smollm3-3b": "h100-8x32",
+    "solar-open-100b": (
+        "h100-8x64 --set mesh.shape.fsdp=256 --set mesh.shape.tensor=2 --with gradient-accumulation:steps=2"
+    ),
     "stablelm-3b": "h100-8x32",
     "stablelm2-1.6b": "h100-8x32",
     "starcoder2-3b": "h100-8x32",
@@ -100,13 +104,17 @@ TARGETS = {
 }
 """A GPU target that fits, with any options that it needs, by experiment."""
 TPU_TARGETS = {
+    "ernie4.5-0.3b": "tpu-v6e-16",
+    "llama2-70b": "tpu-v5p-1024 --set mesh.targets={}",
+    "llama2-7b": "tpu-v5p-512 --set mesh.targets={}",
     "llama3-8b": "tpu-v5p-512",
+    "qwen3-30b-a3b": "tpu-v5p-1024 --set input.sequence_length=16384",
     "vit-b16": "tpu-v5e-16",
 }
 """A TPU target that fits, by experiment."""
 UNPLANNED = frozenset(
     """
-    gemma3n-e2b gemma3n-e4b gemma4-e2b gemma4-e4b nemotron-nano-9b-v2 nemotron3-nano-30b-a3b
+    gemma3n-e2b gemma3n-e4b gemma4-e2b gemma4-e4b gpt-oss-120b nemotron-nano-9b-v2 nemotron3-nano-30b-a3b
     """.split()  # noqa: SIM905
 )
 """Experiments that were not compiled for any target yet."""

@@ -299,6 +299,10 @@ MODELS = {
                                    "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
                     {"rename": (r"layers\.1\.feedforward_layer_norm", "layers.1.post_attention_layernorm")}),
     "kimi-linear": ("KimiLinear", KIMI_LINEAR, {"rename": (r"\.block_sparse_moe\.(\w+_proj)\.", r".mlp.\1.")}),
+    "cwm": ("Cwm", {"head_dim": 16, "num_hidden_layers": 5, "sliding_window": 8, "rope_parameters": LLAMA3_ROPE,
+                    "layer_types": [GLOBAL, WINDOWED, WINDOWED, WINDOWED, GLOBAL]}, {}),
+    "solar-open": ("SolarOpen", {"moe_intermediate_size": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
+                                 "topk_group": 2, "n_shared_experts": 1, "routed_scaling_factor": 1.5, "head_dim": 12}, {}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, {}),
 }  # fmt: skip
 

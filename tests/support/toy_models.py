@@ -37,7 +37,7 @@ PUBLISHED = frozenset(
     granite3.3-8b hunyuan-7b olmo2-32b olmo2-7b olmo3-7b phi3-mini phi4 seed-oss-36b smollm3-3b starcoder2-3b starcoder2-7b
     nemotron-h-8b nemotron-nano-9b-v2 nemotron3-nano-30b-a3b
     olmo-hybrid-7b lfm2-350m lfm2-700m lfm2-1.2b ministral-8b ministral3-3b ministral3-8b ministral3-14b
-    qwen3.5-9b qwen3.5-35b-a3b bamba-9b kimi-linear-48b-a3b granite4-h-micro granite4-h-tiny
+    qwen3.5-9b qwen3.5-35b-a3b gpt-oss-120b bamba-9b cwm-32b solar-open-100b kimi-linear-48b-a3b granite4-h-micro granite4-h-tiny
     """.split()  # noqa: SIM905
 )
 """Made from a `config.json` by the table that imports weights: the tests of that table try their parts, by family."""

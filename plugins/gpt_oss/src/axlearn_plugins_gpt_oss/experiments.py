@@ -1,4 +1,4 @@
-"""Experiments with gpt-oss: the published size, and a toy."""
+"""Experiments with gpt-oss: the published sizes, and a toy."""
 
 import axlearn_core as ax
 from axlearn_core.extend import Trainer
@@ -24,6 +24,15 @@ def gpt_oss_20b() -> Trainer.Config:
     Sizes: huggingface.co/openai/gpt-oss-20b/blob/main/config.json.
     """
     return pretraining(published_model("gpt_oss", PUBLISHED), sequence_length=4096, peak=3e-4, max_steps=500_000)
+
+
+def gpt_oss_120b() -> Trainer.Config:
+    """Pretrain gpt-oss-120b, a mixture of 128 experts. It has 116.8B parameters, and a token uses 5.1B.
+
+    Sizes: huggingface.co/openai/gpt-oss-120b/blob/main/config.json.
+    """
+    sizes = PUBLISHED | {"num_hidden_layers": 36, "num_local_experts": 128}
+    return pretraining(published_model("gpt_oss", sizes), sequence_length=4096, peak=3e-4, max_steps=500_000)
 
 
 def gpt_oss_toy() -> Trainer.Config:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from axlearn_plugins_models.huggingface.host_arrays import HostArray, in_host_memory
+from axlearn_plugins_models.huggingface.host_arrays import MIN_ROWS, TILE, HostArray, copy_values, in_host_memory
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 
@@ -37,3 +37,13 @@ def test_values_are_converted_to_the_dtype_of_the_array():
 def test_cpus_of_this_process_have_it_in_host_memory():
     assert in_host_memory(sharding("a"))
     assert in_host_memory(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("shape", [(3, MIN_ROWS, 17), (2, TILE[0] + 5, TILE[1] + 3), (MIN_ROWS - 1, 1, 5), (70, 65, 1)])
+def test_transposed_values_are_copied_in_tiles(order, dtypes, shape):
+    source = np.random.default_rng(0).integers(0, 256, shape).astype(dtypes[0]).transpose(order)
+    target = np.zeros(source.shape, dtypes[1])
+    copy_values(target, source)
+    np.testing.assert_array_equal(target.astype("float32"), source.astype("float32"))

@@ -164,7 +164,8 @@ WRONG = {
     "no-config": (lambda d: (d / "config.json").unlink(), ["has no config.json"]),
     "torn-config": (lambda d: (d / "config.json").write_text("{"), ["config.json cannot be read"]),
     "family": (lambda d: edit(d, model_type="lama"), [
-        "unknown Hugging Face model_type 'lama'", "did you mean: llama", "fix: llama describes the whole model"
+        "unknown Hugging Face model_type 'lama'", "did you mean: llama",
+        "have every key and tensor of this model", "if it is a llama model, set model_type to llama"
     ]),
     "new-family": (new_family, [
         "unknown Hugging Face model_type 'olmo_9'", "nearest: llama, which does not support", "config.json: clip_qkv (3.0)",

@@ -37,6 +37,20 @@ def test_a_key_that_changes_results_is_refused(key):
     assert "if the weights were trained without it, delete the key" in message
 
 
+@pytest.mark.parametrize("key", ["qk_clip_tau", "attention_gate", "value_norm_type", "query_scaling", "num_sinks"])
+def test_an_unknown_key_is_refused_by_its_name(key):
+    with pytest.raises(ConfigError, match=rf"config.json: {key}: .* whose name suggests that it changes results"):
+        check_unread({key: "sigmoid"}, [key], "llama")
+    with pytest.raises(ConfigError, match=key):
+        check_unread({key: True}, [key], "llama")
+    check_unread({key: False}, [key], "llama")
+
+
+def test_names_that_suggest_nothing_are_accepted():
+    harmless = ["_gate_note", "attention_dropout", "embedding_size_hint", "output_router_logits", "use_flash_attention"]
+    check_unread(dict.fromkeys(harmless, 7), harmless, "llama")
+
+
 def test_a_key_that_changes_nothing_is_accepted():
     check_unread(NO_EFFECTS, NO_EFFECTS, "llama")
     check_unread({"sliding_window": 64, "max_position_embeddings": 64}, ["sliding_window"], "llama")

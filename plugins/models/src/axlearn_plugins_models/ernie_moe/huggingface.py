@@ -26,7 +26,6 @@ class Ernie45Moe(d.RopeDecoder):
     unused_keys: ClassVar = ("moe_capacity", "moe_gate", "moe_use_aux_free")
     ignored: ClassVar = (*d.RopeDecoder.ignored, "*mtp*")
     rope, interleaved = attrs.evolve(ALL_LAYERS, theta=500_000.0), True
-    interleaved = True
     rules: ClassVar = (
         *SHARED_EXPERT_RULES, *d.ATTENTION_RULES,
         Rule(f"{d.OURS}.feed_forward.router.bias", f"{d.THEIRS}.mlp.moe_statics.e_score_correction_bias", "1 e -> e"),
@@ -43,11 +42,10 @@ class Ernie45Moe(d.RopeDecoder):
     def features(self, hf: Settings) -> dict[str, Json]:
         """Return the options for the experts."""
         dense, every = self.places(hf)
-        router = {"type": "sigmoid-router", "score": {"type": "softmax-score"}}
         return {"moe": {
             "num_experts": hf.need("moe_num_experts"), "top_k": hf.need("moe_k"), "dense_layers": dense, "every": every,
             "hidden_dim": hf.need("moe_intermediate_size"), "shared_experts": hf.get("moe_num_shared_experts", 2) or 0,
-            "router": router,
+            "router": {"type": "sigmoid-router", "score": {"type": "softmax-score"}},
         }}  # fmt: skip
 
     def settings(self, hf: Settings) -> Json:

@@ -26,10 +26,8 @@ class GPT2(Family):
         "tie_word_embeddings": Key("model.decoder.head", default=True, values=d.TIED.values),
     }  # fmt: skip
     fixed: ClassVar = {
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-    }
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
+    }  # fmt: skip
     unused_keys = ("reorder_and_upcast_attn",)
     ignored = ("*.attn.bias", "*.attn.masked_bias")
     copies: ClassVar = {"lm_head.weight": "transformer.wte.weight"}

@@ -8,6 +8,10 @@ import numpy as np
 
 ALIGNED = 64
 """Alignment, in bytes, that JAX requires to use existing memory without a copy."""
+TILE = (1024, 8)
+"""Size of a tile of a transposed piece, along the source's fastest axis and along the target's. Measured on CPUs."""
+MIN_ROWS = 64
+"""Minimum size of the source's fastest axis. With fewer rows, the loop over the tiles takes longer than the copy."""
 
 
 def in_host_memory(sharding: Any) -> bool:
@@ -45,9 +49,31 @@ class HostArray:
                 target.append(slice(lower - low, upper - low))
                 source.append(slice(lower - begin, upper - begin))
             if all(part.start < part.stop for part in target):
-                buffer[tuple(target)] = piece[tuple(source)]
+                copy_values(buffer[tuple(target)], piece[tuple(source)])
 
     def finish(self) -> jax.Array:
         """Return the array on its devices. `put` must not be called afterwards."""
         parts = [jax.device_put(buffer, device) for device, _, buffer in self._shards]
         return jax.make_array_from_single_device_arrays(tuple(self._spec.shape), self._spec.sharding, parts)
+
+
+def copy_values(target: np.ndarray, source: np.ndarray) -> None:
+    """Write `source` to `target`, an array of the same shape, in the dtype of `target`.
+
+    numpy copies a transposed array with a cache miss for almost every element. Tiles are copied several times as fast.
+    """
+    if target.dtype == source.dtype:  # numpy copies numbers that it knows faster
+        target, source = (x.view(f"u{x.dtype.itemsize}") for x in (target, source))
+    last = target.ndim - 1
+    strides = {abs(stride): axis for axis, stride in reversed([*enumerate(source.strides)]) if source.shape[axis] > 1}
+    fast = strides[min(strides)] if strides else last
+    if fast == last or target.shape[fast] < MIN_ROWS:
+        target[...] = source
+        return
+    rows, columns = (range(0, target.shape[axis], step) for axis, step in zip((fast, last), TILE, strict=True))
+    for outer in np.ndindex(*(1 if axis in (fast, last) else size for axis, size in enumerate(target.shape))):
+        for begin in rows:
+            for first in columns:
+                tile = [slice(i, i + 1) for i in outer]
+                tile[fast], tile[last] = slice(begin, begin + TILE[0]), slice(first, first + TILE[1])
+                target[tuple(tile)] = source[tuple(tile)]

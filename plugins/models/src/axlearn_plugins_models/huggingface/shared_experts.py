@@ -74,7 +74,7 @@ class SharedExperts(Family):
 
     def settings(self, hf: Settings) -> Json:
         """Return settings for the size of the dense layers."""
-        size = hf.need("intermediate_size")
+        size = hf.need("intermediate_size") if self.dense_layers(hf) else hf.get("intermediate_size")
         return super().settings(hf) | ({f"{d.FEED_FORWARD}.first.*.hidden_dim": size} if self.dense_layers(hf) else {})
 
     def export_keys(self, config: Any) -> Json:

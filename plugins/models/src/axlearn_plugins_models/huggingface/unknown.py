@@ -39,10 +39,13 @@ def unknown_type(directory: Path, data: Json) -> RequestError:
         return RequestError(f"{error}\n    fix: install a family, such as axlearn-plugins-models")
     best = min(lacks, key=lambda kind: (len(lacks[kind]), -difflib.SequenceMatcher(None, kind, name).ratio()))
     if not lacks[best]:
+        fitting = [kind for kind in lacks if not lacks[kind]]
         names = f" and architectures to {list(family(best).architectures)}" if data.get("architectures") else ""
         return RequestError(
-            f"{error}{unread}\n    fix: {best} describes {'its config.json' if unread else 'the whole model'}; if it is a {best} "
-            f"model, set model_type to {best}{names}"
+            f"{error}{unread}\n    nearest: {', '.join(fitting)}, which {'has' if len(fitting) == 1 else 'have'} every key"
+            f"{'' if unread else ' and tensor'} of this model, but may compute something else\n"
+            f"    fix: if it is a {best} model, set model_type to {best}{names}; otherwise write a family"
+            f"{_command(name, best)}; see docs/huggingface.md"
         )
     more = [f"and {len(lacks[best]) - SHOWN} more"] if len(lacks[best]) > SHOWN else []
     lines = "\n".join(f"        {line}" for line in [*lacks[best][:SHOWN], *more])

@@ -1,9 +1,11 @@
 """Tell keys of `config.json` that change what a model computes from keys that do not.
 
 Files have keys that a family does not read. Most of them have no effect, so an import lists them and goes on. A key of `NEUTRAL`
-changes the results of the models that have it: a later version of transformers may have added it to the family.
+changes the results of the models that have it: a later version of transformers may have added it to the family. Keys that no family
+knows are refused if their names suggest that they change results.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -45,6 +47,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Key -> the values with which a model computes what it would compute without the key."""
 
+_PART = "attn|attention|embedding|head|key|logit|logits|mlp|output|qk|query|residual|value"
+_SUGGESTS = re.compile(
+    rf"clip|softcap|sinks?(_|$)|rotary|(^|_)({_PART})_(bias|clip|gate|gating|multiplier|norm|scale|scaling)(_|$)"
+)
+
 
 def check_unread(data: Mapping[str, Any], unread: Iterable[str], model_type: str) -> None:
     """Raise `ConfigError` if a key that the family did not read changes what the model computes.
@@ -54,12 +61,18 @@ def check_unread(data: Mapping[str, Any], unread: Iterable[str], model_type: str
         unread: Keys that the family did not read.
         model_type: Family.
     """
+    neutral = {**NEUTRAL, "layer_types": (FULL,)}
     problems = [
         Problem(
             path=f"config.json: {key}",
-            message=f"the family {model_type!r} does not read this key, which changes what a model computes",
+            message=f"the family {model_type!r} does not read this key, "
+            + (
+                "which changes what a model computes"
+                if key in neutral
+                else "whose name suggests that it changes results"
+            ),
             got=repr(data[key])[:80],
-            expected=" or ".join("no such key" if v is None else repr(v) for v in NEUTRAL.get(key, (FULL,))),
+            expected=" or ".join("no such key" if v is None else repr(v) for v in neutral.get(key, _NONE)),
             fix="install or write a family that supports it (see docs/huggingface.md); if the weights were trained without it, "
             "delete the key",
         )
@@ -77,4 +90,7 @@ def _has_effect(key: str, data: Mapping[str, Any]) -> bool:
     if key == "sliding_window" and type(value) is int:
         length = data.get("max_position_embeddings")
         return data.get("use_sliding_window") is not False and not (type(length) is int and value >= length)
-    return key in NEUTRAL and value not in NEUTRAL[key]
+    if key in NEUTRAL:
+        return value not in NEUTRAL[key]
+    plain = value is None or value is False or (type(value) in (int, float) and value in (0, 1))
+    return _SUGGESTS.search(key) is not None and not plain

@@ -28,21 +28,21 @@ def shorten_cycles(config: Any) -> Any:
         if not any(len(slot.first) + len(slot.children) >= LONG for slot in slots.values()):
             continue
         kinds = [repr(layer) for layer in layer_configs(decoder.layer, decoder.num_layers)]
-        kept = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-        if 2 * len(kept) >= len(kinds):
+        first_layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+        if 2 * len(first_layers) >= len(kinds):
             continue
         prefix = ".".join(filter(None, ("model", path)))
-        changes |= {f"{prefix}.layer.{name}": _select(slot, kept) for name, slot in slots.items()}
+        changes |= {f"{prefix}.layer.{name}": _select(slot, first_layers) for name, slot in slots.items()}
     return patch(config, changes)
 
 
 def _alternates(layer: Any) -> dict[str, Alternate]:
     """Return the alternates of a layer that are not part of another one, by path."""
-    found: dict[str, Alternate] = {}
+    alternates: dict[str, Alternate] = {}
     for path, node in find(layer, Alternate).items():
-        if not any(path.startswith(f"{outer}.") for outer in found):
-            found[path] = node
-    return found
+        if not any(path.startswith(f"{outer}.") for outer in alternates):
+            alternates[path] = node
+    return alternates
 
 
 def _select(slot: Alternate, layers: Sequence[int]) -> Alternate:

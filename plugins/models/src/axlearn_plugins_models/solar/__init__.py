@@ -1,0 +1,1 @@
+"""Solar Open for axlearn-core."""
