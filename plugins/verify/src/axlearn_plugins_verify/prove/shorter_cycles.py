@@ -1,5 +1,6 @@
 """Shorten the cycles of different layers in a stack, so that a few layers contain each kind."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,7 +33,8 @@ def shorten_cycles(config: Any) -> Any:
         if 2 * len(first_layers) >= len(kinds):
             continue
         prefix = ".".join(filter(None, ("model", path)))
-        changes |= {f"{prefix}.layer.{name}": _select(slot, first_layers) for name, slot in slots.items()}
+        lead = _count_leading(kinds, first_layers)
+        changes |= {f"{prefix}.layer.{name}": _select(slot, first_layers, lead) for name, slot in slots.items()}
     return patch(config, changes)
 
 
@@ -45,9 +47,24 @@ def _alternates(layer: Any) -> dict[str, Alternate]:
     return alternates
 
 
-def _select(slot: Alternate, layers: Sequence[int]) -> Alternate:
-    """Return an alternate that cycles through the nodes of some layers."""
-    return attrs.evolve(slot, first=(), children=tuple(slot.select(layer) for layer in layers))
+def _count_leading(kinds: Sequence[str], first_layers: Sequence[int]) -> int:
+    """Return how many kinds come before all others, such as a dense layer below those with experts.
+
+    Args:
+        kinds: Kind of each layer.
+        first_layers: First layer of each kind.
+    """
+    latest = {kind: layer for layer, kind in enumerate(kinds)}
+    for number, (layer, following) in enumerate(itertools.pairwise(first_layers)):
+        if latest[kinds[layer]] > following:
+            return number
+    return len(first_layers) - 1
+
+
+def _select(slot: Alternate, layers: Sequence[int], lead: int) -> Alternate:
+    """Return an alternate with the nodes of some layers: the leading ones, and a cycle of the others."""
+    chosen = tuple(slot.select(layer) for layer in layers)
+    return attrs.evolve(slot, first=chosen[:lead], children=chosen[lead:])
 
 
 def cycle_lengths(config: Any) -> Iterator[tuple[str, int]]:

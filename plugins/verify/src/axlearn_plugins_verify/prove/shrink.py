@@ -209,11 +209,12 @@ def _attempts(config: Any) -> Iterator[dict[str, int]]:
         name: tuple(n for n in larger if any(p.rpartition(".")[2] == name for p in values))
         for name, larger in ALTERNATIVES.items()
     }
-    for name, larger in options.items():
-        for value in larger:
-            yield {**values, **_raised(config, values, {name: value})}
+    raised = [_raised(config, values, {name: value}) for name, larger in options.items() for value in larger]
+    yield from ({**values, **sizes} for sizes in raised)
     for scale in (2, 4, 8):  # a layer may need sizes with a certain ratio
         yield {path: _at_most(value * scale, get(config, path)) for path, value in values.items()}
+    for more in _more_layers(config, values):  # the last layer may have to be of a certain kind
+        yield from ({**more, **sizes} for sizes in raised)
 
 
 def _more_layers(config: Any, values: Mapping[str, int]) -> Iterator[dict[str, int]]:
