@@ -84,7 +84,7 @@ def reduce_objects(
             client.key_value_set_bytes(f"{key}/all", _encode({"failed": lines[0]}))
             raise
         client.key_value_set_bytes(f"{key}/all", _encode(answer))
-        if number:
+        if number and "late" not in answer:
             # All processes have arrived, so they have read the previous values.
             client.key_value_delete(f"{folder}{number - 1}/")
     if "late" in answer:

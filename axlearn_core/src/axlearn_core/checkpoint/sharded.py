@@ -59,7 +59,9 @@ class ShardedCheckpointer(StorageCheckpointer):
     def _copy(self, step: int, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
         folder = f"{self._staging(step)}/"
         writer = PartWriter(self.place.storage, folder, self._buffers, self._writers, rate=self._rate)
-        indices = self._indices[folder] = PartIndices()
+        indices = PartIndices()
+        if jax.process_index() == 0:
+            self._indices[folder] = indices
         writer.copy(arrays)
 
         def write() -> None:

@@ -6,8 +6,10 @@
     weights/0.json    only in format 3: the index of process 0, for the arrays in this folder
 
 A process appends a file of less than `SMALL` bytes to another of its files if it can, so a file in `weights/` may also contain
-small arrays of `others/`. Each shard is hashed and written once per job, by one of the processes that hold it. A reader can use any mesh, and reads
-only the pieces that overlap its shards.
+small arrays of `others/`.
+
+Each shard is hashed and written once per job, by one of the processes that hold it. A reader can use any mesh, and reads only
+the pieces that overlap its shards.
 """
 
 import hashlib

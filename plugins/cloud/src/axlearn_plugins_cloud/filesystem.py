@@ -76,7 +76,8 @@ class FsspecObjects:
             infos = self._call("ls", folder, detail=True)
         except MissingObjectError:
             infos = []
-        return (info["name"].rstrip("/").rpartition("/")[2] for info in infos)
+        names = (info["name"].strip("/") for info in infos)
+        return (name.rpartition("/")[2] for name in names if name != self._name(folder).strip("/"))
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; see `Objects.delete`."""

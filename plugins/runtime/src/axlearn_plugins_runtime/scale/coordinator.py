@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,6 +124,12 @@ class SimulatedCoordinator:
         with self._changed:
             for key in [key for key in self._values if key == folder or key.startswith(folder.rstrip("/") + "/")]:
                 del self._values[key]
+
+    def start(self, values: Mapping[str, bytes]) -> None:
+        """Replace all values and reset the counters, as if a new job had started."""
+        with self._changed:
+            self._values = dict(values)
+            self.messages.clear()
 
     def keys(self) -> list[str]:
         """Return all keys."""

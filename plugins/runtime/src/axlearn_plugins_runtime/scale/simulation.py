@@ -31,7 +31,7 @@ SAMPLE = 8
 MESSAGE_SECONDS, SERVED = 270e-6, 4
 """Seconds of a request to the coordinator, measured between two processes on two CPU cores, and requests that it handles at a time
 (assumed)."""
-WAIT_SECONDS = 300
+WAIT_SECONDS = 3600
 
 
 @attrs.frozen(kw_only=True)
@@ -117,9 +117,14 @@ class SimulatedJob:
         self.storages = {rank: SimulatedStorage(self.files) for rank in self.ranks}
         self._missing = set(range(processes)) - set(self.ranks)
 
-    def run(self, call: Callable[[int], None]) -> float:
-        """Run a function on the processes of the sample, each in a thread, with new counters. Return the seconds of process 0."""
-        self.coordinator.messages.clear()
+    def run(self, call: Callable[[int], None], values: Mapping[str, bytes] | None = None) -> float:
+        """Run a function on the processes of the sample, each in a thread. Return the seconds of process 0.
+
+        Args:
+            call: Function of the index of a process.
+            values: Values that the coordinator has at the beginning.
+        """
+        self.coordinator.start(values or {})
         for storage in self.storages.values():
             storage.use = Use()
         seconds = 0.0
@@ -173,15 +178,12 @@ class SimulatedJob:
     def watch(self) -> float:
         """Send one heartbeat from each process, and check them on process 0. Return the seconds of process 0."""
         pause = beat_pause(self.processes)
-        for rank in self._missing:
-            self.coordinator.key_value_set(
-                f"{BEATS}{rank}", "1 on a-host-of-the-job (process 123456)", allow_overwrite=True
-            )
+        beats = {f"{BEATS}{rank}": b"1 on a-host-of-the-job (process 123456)" for rank in self._missing}
 
         def watch(rank: int) -> None:
             PeerWatch("runs/simulated", notify=print).beat(self.coordinator, 1, pause)
 
-        return self.run(watch)
+        return self.run(watch, beats)
 
     def _stand_in(self, key: str) -> bytes | None:
         """Return the value that a process outside of the sample would have written."""

@@ -122,9 +122,9 @@ GCS = StorageModel(
     writes=1000,
     retried=0.01,
     retry_seconds=0.3,
-    source="""Google's guidelines for request rates: about 5,000 reads, including listings, and 1,000 writes, including deletions, per
-    second and bucket before the bucket scales with the load (cloud.google.com/storage/docs/request-rate). Assumed: latency, 50 MB/s
-    per request, 5 Tb/s for the job, and the errors of the S3 model.""",
+    source="""Google's guidelines for request rates: about 5,000 reads, including listings, and 1,000 writes, including
+    deletions, per second and bucket before the bucket scales with the load (cloud.google.com/storage/docs/request-rate).
+    Assumed: latency, 50 MB/s per request, 5 Tb/s for the job, and the errors of the S3 model.""",
 )
 """Google Cloud Storage with the initial capacity of a bucket."""
 
@@ -140,9 +140,10 @@ LUSTRE = StorageModel(
     writes=50_000,
     retried=0.0,
     retry_seconds=0.0,
-    source="""Amazon FSx for Lustre's performance of SSD storage: 500 MB/s of disk throughput per TiB, latencies below 1 ms, and tens of
-    thousands to hundreds of thousands of operations per second (docs.aws.amazon.com/fsx/latest/LustreGuide/ssd-storage.html), for
-    1,024 TiB. Assumed: 1 GB/s per stream, 2 ms for creating a file and syncing it, 100,000 reads and 50,000 creations per second.""",
+    source="""Amazon FSx for Lustre's performance of SSD storage: 500 MB/s of disk throughput per TiB, latencies below 1 ms, and
+    tens to hundreds of thousands of operations per second (docs.aws.amazon.com/fsx/latest/LustreGuide/ssd-storage.html), for
+    1,024 TiB. Assumed: 1 GB/s per stream, 2 ms for creating and syncing a file, 100,000 reads and 50,000 creations per
+    second.""",
 )
 """A parallel file system."""
 
