@@ -40,7 +40,7 @@ def test_each_channel_counts_its_own_calls(run_all):
     assert results == [[[[p, n] for p in range(3)] for n in range(5)]] * 3
     with coordinator.replace_client(1):
         assert barrier.gather_objects(5, "values") == [5]
-    assert {key.rpartition("/")[0] for key in coordinator} == {"axlearn/1", "axlearn/rounds/2"}
+    assert {key.rpartition("/")[0] for key in coordinator.list_keys()} == {"axlearn/1", "axlearn/rounds/2"}
 
 
 def test_only_process_0_receives_the_values_of_the_others(run_all):

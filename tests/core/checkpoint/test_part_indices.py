@@ -1,4 +1,4 @@
-"""How the indices of a save reach process 0."""
+"""Process 0 collects the indices of a save."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -39,7 +39,7 @@ def run_save(monkeypatch):
 def test_process_0_collects_all_indices_in_order(run_save):
     parts, coordinator = run_save(40, lambda p, indices: indices.send(f"{p} {indices.number}".encode()))
     assert parts == [f"{p} 1".encode() for p in range(40)]
-    assert not coordinator.keys()
+    assert not coordinator.list_keys()
     assert all(coordinator.messages[p].count == 2 for p in range(1, 40))
     parts, _ = run_save(1, lambda p, indices: indices.send(b"alone"))
     assert parts == [b"alone"]

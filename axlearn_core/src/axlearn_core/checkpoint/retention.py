@@ -70,7 +70,7 @@ def clear_staging(place: Checkpoints, step: int, run: str) -> None:
     folder = storage.staging(target)
     names = storage.list_names(f"{folder}/")
     if names and folder == target and not is_created_by(storage, folder, names, run):
-        raise StorageError(f"{folder} contains files that do not belong to this run, such as {names[0]}")
+        raise StorageError(f"{folder} contains files that do not belong to this run, such as {folder}/{names[0]}")
     if names:
         storage.delete(folder)
 

@@ -1,4 +1,4 @@
-"""How the counts of requests and bytes grow with the processes of a simulated job. Nothing is timed."""
+"""Counts of requests and bytes in simulated jobs of several sizes. Nothing is timed."""
 
 import json
 
@@ -33,7 +33,8 @@ def test_no_cost_per_process_grows_with_the_job(costs, part):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_coordinator_does_at_most_linear_work(costs, part):
-    assert report.fit_exponent(costs[part], "coordinator requests") <= 1.0
+    # A count such as 9 P - 4 has an exponent that is slightly above 1.
+    assert report.fit_exponent(costs[part], "coordinator requests") <= 1.01
     # The messages name processes, whose numbers have more digits in larger jobs.
     assert report.fit_exponent(costs[part], "coordinator bytes") <= 1.05
 
@@ -91,11 +92,11 @@ def test_the_report_has_a_table_a_picture_and_json(costs):
 
 def test_the_command_names_the_parts_that_run(runner_scale):
     assert (
-        "simulating 3 processes, of which 2 run"
+        "simulating 3 processes and running 2 of them"
         in runner_scale("--processes", "3", "--sample", "2", "--part", "join").stderr
     )
     result = runner_scale("--part", "join,watc", code=2)
-    assert "there is no part 'watc'" in result.stderr
+    assert "unknown part 'watc'" in result.stderr
     assert "nearest: watch" in result.stderr
     assert "ends in .svg" in runner_scale("--picture", "/nowhere/a.svg", code=2).stderr
     assert tuple(PARTS) == command.PARTS

@@ -97,7 +97,7 @@ class PeerWatch(RunListener):
                     return
 
     def beat(self, client: Any, number: int, pause: float) -> None:
-        """Send a heartbeat. Process 0 also checks those of the others, which print its report.
+        """Send a heartbeat. On process 0, check the heartbeats of the others. Otherwise, print process 0's report.
 
         Args:
             client: Client of the coordinator.

@@ -46,7 +46,7 @@ def scale(
     for name in names:
         if name not in PARTS:
             raise RequestError(
-                f"--part: there is no part {name!r}\n    expected: {', '.join(PARTS)}\n"
+                f"--part: unknown part {name!r}\n    expected: {', '.join(PARTS)}\n"
                 f"    nearest: {', '.join(nearest(name, PARTS)) or 'none'}"
             )
     path = None if picture is None else Path(picture)
@@ -61,7 +61,7 @@ def scale(
     model, sizes = MODELS[storage], _list_sizes(processes)
     costs = []
     for size in sizes:
-        echo(f"simulating {size:,} processes, of which {min(sample, size)} run", err=True)
+        echo(f"simulating {size:,} processes and running {min(sample, size)} of them", err=True)
         costs += simulate(names, size, model, arrays=arrays, state_bytes=state_bytes, sample=sample)
     costs.sort(key=lambda cost: names.index(cost.part))
     if path is not None:

@@ -131,7 +131,7 @@ class SimulatedCoordinator:
             self._values = dict(values)
             self.messages.clear()
 
-    def keys(self) -> list[str]:
+    def list_keys(self) -> list[str]:
         """Return all keys."""
         with self._changed:
             return sorted(self._values)
