@@ -7,7 +7,7 @@ checkpoints/
     config.yaml, ...  text files of the run
     state/weights/    arrays of the model, as pieces with one hash each (see `shards`)
     state/others/     all other arrays of the training state, in the same format
-    state/index/      where each piece is stored (see `index`)
+    state/index/      where each piece is stored (see `piece_index`)
   .140.partial/       a save in progress or interrupted; it is renamed to `140` when it is complete
 
 Object stores cannot rename, so files are written directly to `140/`, and a step without a manifest is not listed.
@@ -121,7 +121,7 @@ class IndexedArray:
 
 @attrs.frozen
 class Index:
-    """The root of the index of a checkpoint. See `axlearn_core.checkpoint.index`.
+    """The root of the index of a checkpoint. See `axlearn_core.checkpoint.piece_index`.
 
     Attributes:
         depth: Number of levels of pages below the root.
@@ -395,7 +395,7 @@ def _piece_checks(
     storage: Storage, root: str, names: Iterable[str], index: Index | None, *, pieces: bool
 ) -> tuple[list[tuple[str, int, int, str]], list[str]]:
     """Return the file, offset, size, and hash of every piece (only if `pieces`), and the problems of the index."""
-    from axlearn_core.checkpoint.index import IndexReader  # imports JAX
+    from axlearn_core.checkpoint.piece_index import IndexReader  # imports JAX
     from axlearn_core.checkpoint.shards import DamagedError, parse_index
 
     arrays = []

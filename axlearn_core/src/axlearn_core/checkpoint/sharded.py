@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from axlearn_core.checkpoint.base import StorageCheckpointer
-from axlearn_core.checkpoint.index import FOLDER, write_index
 from axlearn_core.checkpoint.manifest import NON_WEIGHTS, Index, Manifest
 from axlearn_core.checkpoint.part_indices import PartIndices
+from axlearn_core.checkpoint.piece_index import FOLDER, write_index
 from axlearn_core.checkpoint.reader import CheckpointReader
 from axlearn_core.checkpoint.writer import HostBuffers, PartWriter, RateLimit
 from axlearn_core.config import node, setting

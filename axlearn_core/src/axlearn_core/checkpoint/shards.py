@@ -2,7 +2,7 @@
 
     weights/0-0.bin   a file of process 0: consecutive pieces of at most `PIECE` bytes, in C order
     weights/0-1.bin   the next file, started when the first reaches `FILE` bytes
-    index/0.bin       shape, dtype, and pieces (file, offset, box, hash) of all arrays (see `index`)
+    index/0.bin       shape, dtype, and pieces (file, offset, box, hash) of all arrays (see `piece_index`)
     weights/0.json    only in format 3: the index of process 0, for the arrays in this folder
 
 A process appends a file of less than `SMALL` bytes to another of its files if it can, so a file in `weights/` may also contain

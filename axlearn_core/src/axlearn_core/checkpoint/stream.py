@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from axlearn_core.checkpoint.index import IndexReader
 from axlearn_core.checkpoint.manifest import NON_WEIGHTS, STATE, WEIGHTS, Manifest
+from axlearn_core.checkpoint.piece_index import IndexReader
 from axlearn_core.checkpoint.shards import Box, DamagedError, Piece, StoredArray, merge_indices, parse_index
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import StorageError

@@ -15,8 +15,8 @@ import jax
 
 from axlearn_core.checkpoint import ShardedCheckpointer, manifest
 from axlearn_core.checkpoint.barrier import reduce_objects, share_from_first
-from axlearn_core.checkpoint.index import write_index
 from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
+from axlearn_core.checkpoint.piece_index import write_index
 from axlearn_core.checkpoint.shards import DamagedError
 from axlearn_core.checkpoint.state import abstract_arrays, check_same, collect_arrays, describe, rebuild_state
 from axlearn_core.checkpoint.writer import PartWriter

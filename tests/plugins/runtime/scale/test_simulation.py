@@ -5,9 +5,9 @@ import json
 import attrs
 import pytest
 
-from axlearn_core.checkpoint import index as index_module
+from axlearn_core.checkpoint import piece_index as index_module
 from axlearn_core.errors import CheckpointError
-from axlearn_plugins_runtime.scale import command, report
+from axlearn_plugins_runtime.scale import command, cost_report
 from axlearn_plugins_runtime.scale.simulation import PARTS, SimulatedJob, simulate
 from axlearn_plugins_runtime.scale.storage_models import MODELS, Use
 
@@ -27,16 +27,16 @@ def costs():
 
 @pytest.mark.parametrize("part", PARTS)
 def test_no_cost_per_process_grows_with_the_job(costs, part):
-    assert report.fit_exponent(costs[part], "requests") <= 0.1
-    assert report.fit_exponent(costs[part], "bytes") <= 0.1
+    assert cost_report.fit_exponent(costs[part], "requests") <= 0.1
+    assert cost_report.fit_exponent(costs[part], "bytes") <= 0.1
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_coordinator_does_at_most_linear_work(costs, part):
     # A count such as 9 P - 4 has an exponent that is slightly above 1.
-    assert report.fit_exponent(costs[part], "coordinator requests") <= 1.01
+    assert cost_report.fit_exponent(costs[part], "coordinator requests") <= 1.01
     # The messages name processes, whose numbers have more digits in larger jobs.
-    assert report.fit_exponent(costs[part], "coordinator bytes") <= 1.05
+    assert cost_report.fit_exponent(costs[part], "coordinator bytes") <= 1.05
 
 
 def test_a_save_makes_one_request_for_the_files_of_a_process(costs):
@@ -78,16 +78,16 @@ def test_the_model_takes_the_slowest_limit():
 
 def test_the_report_has_a_table_a_picture_and_json(costs):
     everything = [cost for part in PARTS for cost in costs[part]]
-    text = report.table(everything)
+    text = cost_report.table(everything)
     assert text.count("exponent") == len(PARTS)
     assert "512" in text
-    picture = report.picture(everything)
-    assert picture.count("<polyline") == len(PARTS) * len(report.FIGURES)
-    body = json.loads(json.dumps(report.as_json(everything, {"storage": "s3-like"})))
+    picture = cost_report.picture(everything)
+    assert picture.count("<polyline") == len(PARTS) * len(cost_report.FIGURES)
+    body = json.loads(json.dumps(cost_report.as_json(everything, {"storage": "s3-like"})))
     assert body["exponents"].keys() == PARTS.keys()
     assert body["costs"][0]["use"]["writes"] == 1
     square = [attrs.evolve(cost, messages=cost.processes**2, use=Use()) for cost in costs["join"]]
-    assert report.fit_exponent(square, "requests") == pytest.approx(2)
+    assert cost_report.fit_exponent(square, "requests") == pytest.approx(2)
 
 
 def test_the_command_names_the_parts_that_run(runner_scale):

@@ -54,7 +54,7 @@ def scale(
         raise RequestError(
             f"--picture: got {picture}\n    expected: a file that ends in .svg, in an existing directory"
         )
-    from axlearn_plugins_runtime.scale import report
+    from axlearn_plugins_runtime.scale import cost_report
     from axlearn_plugins_runtime.scale.simulation import simulate
     from axlearn_plugins_runtime.scale.storage_models import MODELS
 
@@ -65,7 +65,7 @@ def scale(
         costs += simulate(names, size, model, arrays=arrays, state_bytes=state_bytes, sample=sample)
     costs.sort(key=lambda cost: names.index(cost.part))
     if path is not None:
-        path.write_text(report.picture(costs))
+        path.write_text(cost_report.picture(costs))
     if as_json:
         facts = {
             "storage": storage,
@@ -73,9 +73,9 @@ def scale(
             "arrays": arrays,
             "state_bytes": state_bytes,
         }
-        echo(json.dumps(report.as_json(costs, {**facts, "sample": sample}), indent=2))
+        echo(json.dumps(cost_report.as_json(costs, {**facts, "sample": sample}), indent=2))
         return
-    echo(report.table(costs))
+    echo(cost_report.table(costs))
     echo(f"\nstorage: {model.title}. {' '.join(model.source.split())}")
 
 

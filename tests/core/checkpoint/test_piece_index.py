@@ -9,9 +9,9 @@ import random
 import pytest
 
 from axlearn_core.checkpoint import LocalStorage
-from axlearn_core.checkpoint import index as index_module
-from axlearn_core.checkpoint.index import IndexReader, write_index
+from axlearn_core.checkpoint import piece_index as index_module
 from axlearn_core.checkpoint.manifest import Index
+from axlearn_core.checkpoint.piece_index import IndexReader, write_index
 from axlearn_core.checkpoint.shards import DamagedError
 
 
