@@ -33,7 +33,6 @@ LARGE = 150
 """A module with this many lines of code needs tests of its own."""
 
 TESTED_BY = {
-    "axlearn_core.checkpoint.stream": "core/checkpoint/test_base.py",
     "axlearn_core.compose.objective": "core/train/test_objective.py",
     "axlearn_core.run.checkpoints": "core/run/test_run.py",
     "axlearn_core.run.record": "core/train/test_api_run_dir.py",
