@@ -20,7 +20,7 @@ import yaml
 
 from axlearn_core.config import patch
 from axlearn_plugins_rl.engine_policy import EnginePolicy
-from axlearn_plugins_rl.engine_sizes import fit_engine
+from axlearn_plugins_rl.engine_sizes import fit_engine, limit_context
 from axlearn_plugins_serving.local_engine import LocalEngine
 from axlearn_plugins_serving.open_engine import open_engine
 
@@ -47,7 +47,8 @@ def main() -> None:
     args = parser.parse_args()
     settings = {path: yaml.safe_load(value) for path, value in (item.split("=", 1) for item in args.set)}
     cfg = EnginePolicy.Config(max_tokens=MAX_TOKENS)
-    engine = fit_engine(patch(cfg.engine, settings), examples=EXAMPLES, group_size=GROUP_SIZE, max_context=MAX_CONTEXT)
+    engine = limit_context(patch(cfg.engine, settings), MAX_CONTEXT)
+    engine = fit_engine(engine, examples=EXAMPLES, group_size=GROUP_SIZE)
     opened = open_engine(args.run, config=engine)
     assert opened.text is not None
     policy = attrs.evolve(cfg, engine=engine).build(engine=LocalEngine(opened.engine, opened.text), text=opened.text)

@@ -37,6 +37,7 @@ TESTED_BY = {
     "axlearn_core.run.checkpoints": "core/run/test_run.py",
     "axlearn_core.run.record": "core/train/test_api_run_dir.py",
     "axlearn_plugins_finetune.lora.adapters": "plugins/finetune/lora/test_lora.py",
+    "axlearn_plugins_models.gemma4.huggingface": "plugins/models/gemma4/test_gemma4.py",
     "axlearn_plugins_models.huggingface.files": "plugins/models/huggingface/test_import_export.py",
     "axlearn_plugins_serving.contracts": "plugins/serving/test_drafting.py",
     "axlearn_plugins_serving.plan.steps": "plugins/serving/plan/test_serving_plan.py",

@@ -110,8 +110,8 @@ DEEP = {}
 for _ in range(200):
     DEEP = {"type": "object", "properties": {"a": DEEP}}
 MALFORMED = (
-    _chat_bad("no-name", _called(arguments="{}"), "Field required"),
-    _chat_bad("no-function", [USER, {"role": "assistant", "tool_calls": [{"id": "c"}]}], "Field required"),
+    _chat_bad("no-name", _called(arguments="{}"), "is required"),
+    _chat_bad("no-function", [USER, {"role": "assistant", "tool_calls": [{"id": "c"}]}], "is required"),
     _chat_bad("half-arguments", _called(name="f", arguments='{"city": "Ro'), "not JSON"),
     _chat_bad("list-arguments", _called(name="f", arguments="[1]"), "not a JSON object"),
     _chat_bad("calls-object", [USER, {"role": "assistant", "tool_calls": {}}], "valid array"),

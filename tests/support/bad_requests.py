@@ -49,9 +49,9 @@ def raw(name, content, says="", path=TEXT, **options):
     return Bad(name, path, content, says=says, **options)
 
 
-def schema(name, value, says):
+def schema(name, value, says, param="response_format.json_schema.schema"):
     format = {"type": "json_schema", "json_schema": {"name": "s", "schema": value}}
-    return chat(name, says, "response_format", response_format=format)
+    return chat(name, says, param, response_format=format)
 
 
 BAD = (
@@ -69,7 +69,7 @@ BAD = (
     raw("deep-schema", b'{"prompt": "a", "metadata": ' + b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"}", ""),
     raw("other-type", b"prompt=a", "application/json", kind="application/x-www-form-urlencoded", status=415),
     raw("unknown-charset", b'{"prompt": 1}', "prompt", kind="application/json; charset=utf-16"),
-    raw("no-prompt", b"{}", "Field required", param="prompt"),
+    raw("no-prompt", b"{}", "is required", param="prompt"),
     raw("body-too-large", b'{"prompt": "' + b"a" * (5 * 2**20) + b'"}', "larger than", status=413),
     text("misspelled", "did you mean temperature?", "temprature", temprature=1),
     text("unknown-field", "unknown field", "nonsense", nonsense=1),
@@ -156,7 +156,7 @@ BAD = (
     chat("messages-text", "", "messages", messages="hi"),
     chat("message-text", "", "messages[0]", messages=["hi"]),
     chat("role", "", "messages[0].role", messages=[{"role": "robot", "content": "a"}]),
-    chat("no-role", "Field required", "messages[0].role", messages=[{"content": "a"}]),
+    chat("no-role", "is required", "messages[0].role", messages=[{"content": "a"}]),
     chat("no-content", "content is missing", "messages[0]", messages=[{"role": "user"}]),
     chat("content-number", "", "messages[0].content", messages=[{"role": "user", "content": 1}]),
     chat(
@@ -173,7 +173,7 @@ BAD = (
     chat("tool-type", "", "tools[0].type", tools=[{"type": "web_search", "function": {"name": "f"}}]),
     chat("tool-choice", "has no tools", "tool_choice", tool_choice="required"),
     chat("tool-named", "no tool has the name 'g'; the request has f", "tool_choice", tools=TOOLS, tool_choice=NAMED_G),
-    chat("tool-twice", "have the name 'f'", "tools", tools=TOOLS * 2),
+    chat("tool-twice", "have the same name, 'f'", "tools", tools=TOOLS * 2),
     chat("tools-ignored", "does not show tools", "tools", tools=TOOLS),
     chat("arguments", "not JSON", "messages[0].tool_calls[0].function.arguments", messages=called('{"a": ')),
     chat("arguments-list", "not a JSON object", messages=called("[1]")),
@@ -192,7 +192,7 @@ BAD = (
     schema("schema-lengths", {"type": "string", "minLength": 5, "maxLength": 2}, "Unsatisfiable"),
     schema("schema-elsewhere", {"$ref": "http://127.0.0.1:1/schema.json"}, "cannot be used"),
     schema("schema-pattern", {"type": "string", "pattern": "(a"}, "cannot be used"),
-    schema("schema-huge", {"type": "string", "enum": ["a" * 100_000]}, "characters"),
+    schema("schema-huge", {"type": "string", "enum": ["a" * 100_000]}, "characters", "response_format"),
     Bad("response-previous", RESPONSE, b'{"input": "a", "previous_response_id": "x"}', param="previous_response_id"),
     Bad(
         "response-expired",

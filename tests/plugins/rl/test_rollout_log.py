@@ -1,4 +1,7 @@
-from axlearn_plugins_rl.rollout_log import RolloutLog, list_steps
+import pytest
+
+from axlearn_core.errors import WorkError
+from axlearn_plugins_rl.rollout_log import RolloutLog, WriteDuringStep, list_steps
 from axlearn_plugins_rl.rollout_records import read_rollouts
 from support.rollout_groups import group
 
@@ -91,3 +94,23 @@ def test_another_process_only_changes_its_own_files(tmp_path):
     assert names(tmp_path) == {1: ["step-1.jsonl", "step-1.process-1.jsonl"], 2: ["step-2.jsonl"]}
     process_log(tmp_path, 1)
     assert names(tmp_path) == {1: ["step-1.jsonl"], 2: ["step-2.jsonl"]}
+
+
+def test_rollouts_are_written_when_their_step_is_dispatched(tmp_path):
+    files = WriteDuringStep(log(tmp_path))
+    files.hold(1, [group()])
+    assert not list_steps(tmp_path)
+    files.step_dispatched(1, {})
+    files.step_dispatched(2, {})
+    assert [*list_steps(tmp_path)] == [1]
+    files.check()
+
+
+def test_an_error_of_a_write_is_raised_once_at_the_next_check(tmp_path):
+    files = WriteDuringStep(log(tmp_path))
+    (tmp_path / "rollouts").write_text("a file in place of the folder")
+    files.hold(1, [group()])
+    files.step_dispatched(1, {})
+    with pytest.raises(WorkError, match="rollouts"):
+        files.check()
+    files.check()

@@ -152,7 +152,7 @@ def test_the_server_returns_unit_vectors_in_the_format_of_openai(server):
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ({}, 400, "Field required"),
+        ({}, 400, "is required"),
         ({"input": []}, 400, "input"),
         ({"input": 3}, 400, "input"),
         ({"input": ["a"] * 2049}, 400, "input"),

@@ -114,6 +114,15 @@ class DeclaresBatches(Protocol):
 
 
 @runtime_checkable
+class FitsModel(Protocol):
+    """Config of an input whose batches have sizes of the model, such as its number of layers."""
+
+    def fit_model(self, model: Any) -> Any:
+        """Return this config with the sizes of a model's config. Call it after a change of those sizes."""
+        ...
+
+
+@runtime_checkable
 class SummarizesData(Protocol):
     """An input that can summarize its data for the user."""
 

@@ -66,7 +66,7 @@ class RecurrentFeature(Feature):
                 Problem(
                     path="",
                     message=f"{self.label} cannot replace attention that alternates between kinds",
-                    got=", ".join(type(kind).__qualname__ for kind in kinds),
+                    got=f"{len(kinds)} layers of {', '.join(dict.fromkeys(type(kind).__qualname__ for kind in kinds))}",
                     fix=f"apply {self.label} before the feature that alternates, or write the `alternate` yourself",
                 )
             )

@@ -1,11 +1,14 @@
 """The policy of rollouts: the project's engine with the weights of a training run."""
 
 import asyncio
+import functools
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
+import attrs
 import numpy as np
 
 from axlearn_core.compose import Functional, ModelWeights
@@ -24,8 +27,59 @@ from axlearn_plugins_serving.open_engine import build_engine, remove_kernels
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.text.processor import TextProcessor
 
-WaitingRequest = tuple[Request, tuple[str, ...], "asyncio.Future[asyncio.Future[Generation]]"]
-"""A request, its stop texts, and the future of its submission."""
+
+@attrs.define(eq=False)
+class PolicyRequest:
+    """A request of the policy.
+
+    Attributes:
+        request: What the engine computes.
+        stops: Texts that end the completion.
+        answer: The result, for the event loop.
+        future: The future of the engine; None until the request starts.
+    """
+
+    request: Request
+    stops: tuple[str, ...]
+    answer: "asyncio.Future[Generation]"
+    future: "Future[Generation] | None" = None
+
+
+class AnswerDelivery:
+    """Brings results from the engine's thread to an event loop, all that are ready in one turn of the loop.
+
+    `asyncio.wrap_future` wakes the loop for each result. A step of the engine ends hundreds of short rollouts, so that takes longer
+    than to compute them.
+
+    Args:
+        loop: The event loop of the answers.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._ready: deque[PolicyRequest] = deque()
+        self._is_scheduled = False
+
+    def add(self, request: PolicyRequest, _: Any = None) -> None:
+        """Deliver the result of a request, whose `future` is done. This may be called from any thread."""
+        self._ready.append(request)
+        if not self._is_scheduled and not self._loop.is_closed():
+            self._is_scheduled = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_scheduled = False  # before the first result is taken, so that no later one is forgotten
+        while self._ready:
+            request = self._ready.popleft()
+            answer, future = request.answer, request.future
+            if future is None or answer.done():  # cancelled
+                continue
+            if future.cancelled():
+                answer.cancel()
+            elif error := future.exception():
+                answer.set_exception(error)
+            else:
+                answer.set_result(future.result())
 
 
 class EnginePolicy(Configurable):
@@ -81,7 +135,7 @@ class EnginePolicy(Configurable):
         runner = engine.engine.runner
         self._records_experts = isinstance(runner, RecordsTokens) and EXPERTS in runner.records
         self._ids = itertools.count()
-        self._waiting: list[WaitingRequest] = []
+        self._waiting: list[PolicyRequest] = []
 
     @property
     def version(self) -> int:
@@ -105,9 +159,14 @@ class EnginePolicy(Configurable):
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._start_requests)
-        started: asyncio.Future[asyncio.Future[Generation]] = loop.create_future()
-        self._waiting.append((request, (*self.cfg.stop, *stop), started))
-        return _build_completion(await (await started))
+        entry = PolicyRequest(request, (*self.cfg.stop, *stop), loop.create_future())
+        self._waiting.append(entry)
+        try:
+            return _build_completion(await entry.answer)
+        except asyncio.CancelledError:
+            if entry.future is not None:
+                entry.future.cancel()
+            raise
 
     def _start_requests(self) -> None:
         """Start the requests of this turn of the event loop.
@@ -116,28 +175,27 @@ class EnginePolicy(Configurable):
         starts before the others.
         """
         waiting, self._waiting = _put_copies_last(self._waiting), []
-        for stops, entries in itertools.groupby(waiting, key=lambda entry: entry[1]):
-            requests, starts = zip(*((request, started) for request, _, started in entries), strict=True)
-            try:
-                futures = self.engine.submit_all(requests, stop=stops)
-            except Exception as error:
-                for started in starts:
-                    if not started.cancelled():
-                        started.set_exception(error)
+        delivery = AnswerDelivery(asyncio.get_running_loop())
+        for stops, group in itertools.groupby(waiting, key=lambda entry: entry.stops):
+            if not (entries := [entry for entry in group if not entry.answer.cancelled()]):
                 continue
-            for started, future in zip(starts, futures, strict=True):
-                if started.cancelled():
-                    future.cancel()
-                else:
-                    started.set_result(asyncio.wrap_future(future))
+            try:
+                futures = self.engine.submit_all([entry.request for entry in entries], stop=stops)
+            except Exception as error:
+                for entry in entries:
+                    entry.answer.set_exception(error)
+                continue
+            for entry, future in zip(entries, futures, strict=True):
+                entry.future = future
+                future.add_done_callback(functools.partial(delivery.add, entry))
 
 
-def _put_copies_last(waiting: Sequence[WaitingRequest]) -> list[WaitingRequest]:
+def _put_copies_last(waiting: Sequence[PolicyRequest]) -> list[PolicyRequest]:
     """Sort requests by the number of earlier requests with the same prompt."""
     counts: Counter[Sequence[int]] = Counter()
     keyed = []
     for entry in waiting:
-        prompt = entry[0].prompt
+        prompt = entry.request.prompt
         keyed.append((counts[prompt], entry))
         counts[prompt] += 1
     return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0])]

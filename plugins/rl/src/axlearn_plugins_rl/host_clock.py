@@ -15,8 +15,8 @@ YOUNG_OBJECTS = 100_000, 10, 10
 class HostClock(RunListener):
     """Measures the work of the main thread between rollouts and steps.
 
-    It counts the time to build a batch, to write its rollouts, to dispatch the step, and to log. It does not count the time in
-    which the thread waits for rollouts, evaluates or saves.
+    It counts the time to build a batch, to dispatch the step, and to log. It does not count the time in which the thread waits for
+    rollouts, writes them to a file while the step computes, evaluates or saves.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from axlearn_plugins_rl.rollout_buffer import RolloutBuffer, merge_batches
 from axlearn_plugins_rl.rollout_contracts import Advantage, Buffer, Group, Reward, RolloutSource, WeightSync
 from axlearn_plugins_rl.rollout_exchange import RolloutExchange
 from axlearn_plugins_rl.rollout_jobs import collect_groups
-from axlearn_plugins_rl.rollout_log import RolloutLog
+from axlearn_plugins_rl.rollout_log import RolloutLog, WriteDuringStep
 from axlearn_plugins_rl.rollout_rows import build_rows
 from axlearn_plugins_rl.rollout_worker import RESOURCE, RolloutWorker
 from axlearn_plugins_rl.single_turn import SingleTurn
@@ -146,15 +146,16 @@ class RLLoop(Configurable):
                 self.log.start(session.path, session.start_step, self.share.index)
         del weights, open_worker
         stream: Any = session.batches
-        clock = HostClock()
-        session.events.add(clock)
+        clock, files = HostClock(), WriteDuringStep(self.log)
+        for listener in (clock, files):
+            session.events.add(listener)
         self._batches = batches = RolloutBatches(
             session,
             worker=worker,
             buffer=self.buffer,
             roll_out=functools.partial(self._roll_out, worker, stream),
             weights=self._weights_for_rollouts(session, local),
-            build_rows=functools.partial(self._build_rows, exchange),
+            build_rows=functools.partial(self._build_rows, exchange, files),
             position=stream.get_state()["position"],
             exchange=exchange,
             clock=clock,
@@ -166,6 +167,8 @@ class RLLoop(Configurable):
         try:
             with frozen_heap():
                 self.loop.run(session)
+            with exchange.together("the files of the last rollouts"):
+                files.check()
         finally:
             batches.close()
 
@@ -278,11 +281,17 @@ class RLLoop(Configurable):
         )
 
     def _build_rows(
-        self, exchange: RolloutExchange, number: int, groups: Sequence[Group], batch: Sequence[Group]
+        self,
+        exchange: RolloutExchange,
+        files: WriteDuringStep,
+        number: int,
+        groups: Sequence[Group],
+        batch: Sequence[Group],
     ) -> dict[str, np.ndarray]:
-        """Write the rollouts of this process and return their rows."""
+        """Return the rows of the rollouts of this process."""
         with exchange.together(f"the batch of step {number + 1}"):
-            self.log.write(number + 1, groups)
+            files.check()
+            files.hold(number + 1, groups)
             return build_rows(
                 groups,
                 self.advantage.compute(groups, batch),

@@ -4,10 +4,12 @@ In a job with several processes, process P > 0 writes `step-N.process-P.jsonl`.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from axlearn_core.config import Configurable, node, setting
+from axlearn_core.run.events import RunListener
 from axlearn_core.train.trackers import writing
 from axlearn_plugins_rl.rollout_contracts import Group
 from axlearn_plugins_rl.rollout_records import file_name, read_name, write_rollouts
@@ -84,6 +86,38 @@ class RolloutLog(Configurable):
 
     def _path(self, step: int) -> Path:
         return self._folder / file_name(step, self._process)
+
+
+class WriteDuringStep(RunListener):
+    """Writes the rollouts of each batch while the devices compute its step, so the step does not wait for the files.
+
+    Args:
+        log: The files.
+    """
+
+    def __init__(self, log: RolloutLog):
+        self._log = log
+        self._held: tuple[int, Sequence[Group]] | None = None
+        self._failure: Exception | None = None
+
+    def hold(self, step: int, groups: Sequence[Group]) -> None:
+        """Keep the rollouts of a step until it is dispatched."""
+        self._held = step, groups
+
+    def step_dispatched(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Write the rollouts of the step. An error has to wait for `check`, where all processes can raise it."""
+        if self._held is not None:
+            (number, groups), self._held = self._held, None
+            try:
+                self._log.write(number, groups)
+            except Exception as error:
+                self._failure = error
+
+    def check(self) -> None:
+        """Raise the error of the latest write, if it failed."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
 
 def list_steps(run_dir: Path) -> dict[int, list[Path]]:

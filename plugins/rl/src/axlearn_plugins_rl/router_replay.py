@@ -5,21 +5,17 @@ from typing import Any, TypeVar
 import attrs
 
 from axlearn_core.config import Node, find, node, patch
-from axlearn_core.config.roles import CompetingTokensRole
 from axlearn_core.config.tree import edit_nodes, fill_slots
 from axlearn_core.config.wrappers import edit_innermost
 from axlearn_core.contracts.experiment import get_input_config, get_model_config
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
-from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_moe.replayed_layer import ReplayedLayer
+from axlearn_plugins_rl.replayed_experts import count_replayed
 from axlearn_plugins_rl.task_input import TaskInput
 from axlearn_plugins_transformer.stack import StackLayer
-from axlearn_plugins_transformer.transformer import Decoder
 
 Tree = TypeVar("Tree", bound=Node[Any])
-MOST_EXPERTS = 2**15
-"""Number of experts that a record can tell apart."""
 
 
 @node
@@ -43,7 +39,7 @@ class RouterReplay(Feature):
     def apply(self, cfg: Tree) -> Tree:
         """Wrap the layers of the decoder, and add the experts to the rows of a batch."""
         model, old = get_model_config(cfg), get_input_config(cfg)
-        layers, top_k = _read_sizes(model)
+        layers, top_k = count_replayed(model)
         if not isinstance(old, TaskInput.Config):
             raise ConfigError(
                 Problem(
@@ -68,41 +64,3 @@ NO_LAYER = Problem(
     expected="a decoder with a slot `Node[StackLayer]`",
     fix="remove router-replay",
 )
-
-
-def _read_sizes(model: Any) -> tuple[int, int]:
-    """Return the number of layers and of experts per token.
-
-    Raises:
-        ConfigError: The model has no experts, or its experts cannot be replayed.
-    """
-    experts: list[Any] = list(find(model, MixtureOfExperts.Config).values())
-    decoders: list[Any] = list(find(model, Decoder.Config).values())
-    counts = {part.top_k for part in experts}
-    if len(decoders) != 1 or len(counts) != 1:
-        raise ConfigError(
-            Problem(
-                path="model",
-                message="router-replay needs a decoder whose tokens use the same number of experts in each layer with experts",
-                got=f"{len(decoders)} decoders, and experts per token: {sorted(counts) or 'none'}",
-                fix="add moe, or remove router-replay",
-            )
-        )
-    if find(model, CompetingTokensRole):
-        raise ConfigError(
-            Problem(
-                path="model",
-                message="router-replay needs experts that depend only on the token",
-                got=", ".join(sorted(find(model, CompetingTokensRole))),
-                fix="use softmax-router or sigmoid-router, and dropless-dispatch",
-            )
-        )
-    if max(part.num_experts for part in experts) > MOST_EXPERTS:
-        raise ConfigError(
-            Problem(
-                path="model",
-                message=f"router-replay records at most {MOST_EXPERTS} experts",
-                fix="remove router-replay",
-            )
-        )
-    return decoders[0].num_layers, counts.pop()

@@ -132,6 +132,17 @@ class TaskInput(Configurable):
                 arrays["kept_tokens"] = (*shape, self.kept_tokens), "int32"
             return {**arrays, "temperature": ((self.num_rows,), "float32")}
 
+        def fit_model(self, model: Any) -> "TaskInput.Config":
+            """Return this config with the sizes of the experts that a model replays.
+
+            See `axlearn_core.contracts.capabilities.FitsModel`.
+            """
+            if self.experts is None:
+                return self
+            from axlearn_plugins_rl.replayed_experts import count_replayed  # imports JAX
+
+            return attrs.evolve(self, experts=count_replayed(model))
+
     def __init__(
         self,
         cfg: Config,

@@ -27,7 +27,7 @@ from axlearn_plugins_serving.generation import Generation
 from axlearn_plugins_serving.open_engine import build_engine, open_engine
 from axlearn_plugins_serving.pending_sample import PendingSample, build_generation
 from axlearn_plugins_serving.turn_lock import TurnLock
-from axlearn_plugins_transformer.text.decoding import OutputOptions, OutputText
+from axlearn_plugins_transformer.text.decoding import OutputOptions
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
 Prompt = str | Sequence[int]
@@ -269,7 +269,16 @@ class LocalEngine:
             self.engine.check(request)
             if request.embeds:
                 raise RequestError("a LocalEngine continues prompts\n    got: a request with embeds=True")
-        samples = [PendingSample(r, self._output_text(r, stops), Future() if futures else None) for r in requests]
+        limits = {request.sampling.min_tokens for request in requests}
+        options = {number: OutputOptions(stops=stops, min_tokens=number) for number in limits}
+        samples = [
+            PendingSample(
+                request,
+                None if self.text is None else self.text.output(request.prompt, options[request.sampling.min_tokens]),
+                Future() if futures else None,
+            )
+            for request in requests
+        ]
         counts = Counter(request.id for request in requests)
         with self._guard:
             if self._closed:
@@ -281,11 +290,6 @@ class LocalEngine:
             self._unfinished.update((sample.request.id, sample) for sample in samples)
             self._queue.extend(samples)
         return samples
-
-    def _output_text(self, request: Request, stops: tuple[str, ...]) -> OutputText | None:
-        if self.text is None:
-            return None
-        return self.text.output(request.prompt, OutputOptions(stops=stops, min_tokens=request.sampling.min_tokens))
 
     def _sampling_defaults(self, logprobs: int | None = None) -> Sampling:
         defaults: dict[str, Any] = {} if self.text is None else dict(self.text.sampling)

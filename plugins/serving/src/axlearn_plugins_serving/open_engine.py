@@ -60,6 +60,15 @@ def ignore_phase(_phase: str) -> None:
     """Ignore the name of a phase; see `Report`."""
 
 
+PrepareText = Callable[[TextProcessor | None], TextProcessor | None]
+"""Function that checks or replaces a model's text processor before anything is compiled."""
+
+
+def keep_text(text: TextProcessor | None) -> TextProcessor | None:
+    """Return the text processor unchanged; see `PrepareText`."""
+    return text
+
+
 def open_engine(
     uri: str | Path,
     *,
@@ -67,6 +76,7 @@ def open_engine(
     step: int | None = None,
     warm_up: bool = True,
     programs: Path | None = None,
+    prepare_text: PrepareText = keep_text,
     report: Report = ignore_phase,
 ) -> OpenedEngine:
     """Open the weights at a path or URI and build an engine for them.
@@ -77,6 +87,7 @@ def open_engine(
         step: Checkpoint of a run to open; the default is the newest.
         warm_up: Whether to compile all functions first. Otherwise, each is compiled on first use.
         programs: Directory with exported programs to load instead of compiling. Exported programs are code.
+        prepare_text: Checks or replaces the text processor of the model before anything is compiled.
         report: Called when a phase begins.
 
     Raises:
@@ -93,7 +104,7 @@ def open_engine(
         raise CheckpointError(f"{uri}: its config is not a trainer's\n    got: {type(experiment).__qualname__}")
     model = remove_kernels(experiment.model)
     check_decoder(model)
-    text = text_processor(experiment, weights.tokenizer)
+    text = prepare_text(text_processor(experiment, weights.tokenizer))
     config = fit_config(config or ServingEngine.Config(), model, text)
     program = serving_program(model, experiment.mesh, config)
     specs = program.parts[Part.WEIGHTS]
@@ -127,6 +138,7 @@ def open_with_programs(
     *,
     config: ServingEngine.Config | None = None,
     step: int | None = None,
+    prepare_text: PrepareText = keep_text,
     report: Report = ignore_phase,
 ) -> OpenedEngine:
     """Call `open_engine` with programs that the user did not name.
@@ -134,10 +146,10 @@ def open_with_programs(
     If the programs do not match, log a warning and compile the functions instead.
     """
     try:
-        return open_engine(uri, config=config, step=step, programs=programs, report=report)
+        return open_engine(uri, config=config, step=step, programs=programs, prepare_text=prepare_text, report=report)
     except ProgramsError as error:
         log_message(f"warning: compiling: {error}")
-        return open_engine(uri, config=config, step=step, report=report)
+        return open_engine(uri, config=config, step=step, prepare_text=prepare_text, report=report)
 
 
 def model_name(uri: str | Path) -> str:
@@ -273,9 +285,3 @@ def remove_kernels(model: Node[Any]) -> Node[Any]:
         listing = ", ".join(f"{path}={value}" for path, value in kernels.items())
         log_message(f"note: serving ignores the kernels that were chosen for training: {listing}")
     return patch(model, dict.fromkeys(kernels)) if kernels else model
-
-
-def find_template(experiment: Any, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """Return the chat template that a model has or was trained with, or None."""
-    text = None if tokenizer is None else text_processor(experiment, tokenizer)
-    return text.template if text is not None and text.has_template else None

@@ -42,12 +42,56 @@ def test_the_path_omits_the_kinds_of_objects(model, fields, path):
     base = {"model": "m", "messages": [USER], "max_tokens": 1} if model is not ResponseRequest else {"model": "m"}
     error = reject(model, **{**base, **fields})
     assert (error.status, error.param) == (400, path)
-    assert error.message.startswith(f"{path}: ")
+    assert error.message.startswith((f"{path}: ", f"{path} should "))
 
 
-def test_an_unknown_kind_of_format_names_the_known_ones():
-    error = reject(ChatRequest, messages=[USER], response_format={"type": "json"})
-    assert error.message == "response_format: type should be 'text', 'json_object' or 'json_schema'"
+FLAT_CHOICE = {"type": "function", "name": "f"}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "message"),
+    [
+        (ChatRequest, {"response_format": {"type": "json"}},
+         "response_format should have the type 'text', 'json_object' or 'json_schema'; got {\"type\": \"json\"}"),
+        (ChatRequest, {"tool_choice": "any"},
+         "tool_choice should be 'auto', 'none' or 'required' or have the type 'function' or 'allowed_tools'; got \"any\""),
+        (ChatRequest, {"tool_choice": FLAT_CHOICE}, "tool_choice.function is required"),
+        (ChatRequest, {"tools": [FLAT_CHOICE]}, "tools[0].function is required"),
+        (ChatRequest, {"tools": [{"type": "web_search"}]}, "tools[0].type should be 'function'; got \"web_search\""),
+        (ChatRequest, {"tools": [TOOL, TOOL]}, "tools: tools[0] and tools[1] have the same name, 'f'; rename one of them"),
+        (ChatRequest, {"functions": [TOOL]}, "unknown field 'functions'; send tools instead"),
+        (ChatRequest, {"guided_regex": "a"}, "unknown field 'guided_regex'; send structured_outputs instead"),
+        (ChatRequest, {"messages": []}, "messages should have at least 1 item; got []"),
+        (ChatRequest, {"stop": ""}, "stop should have at least 1 character or be a valid array; got \"\""),
+        (ChatRequest, {"temperature": "hot"}, "temperature should be a valid number; got \"hot\""),
+        (ResponseRequest, {"tools": [{"type": "web_search"}]}, "tools[0].type should be 'function'; got \"web_search\""),
+        (ResponseRequest, {"tools": [TOOL]}, "tools[0].name is required"),
+        (ResponseRequest, {"conversation": "c"}, "conversation is not supported; remove it"),
+        (ResponseRequest, {"text": {"verbosity": "low"}}, "text.verbosity should be 'medium'; got \"low\""),
+        (MessagesRequest, {"max_tokens": None}, "max_tokens is required"),
+    ],
+)  # fmt: skip
+def test_messages_are_sentences_about_the_field(model, fields, message):
+    base = {"input": "a"} if model is ResponseRequest else {"messages": [USER], "max_tokens": 1}
+    assert reject(model, **{**base, **fields}).message == message
+
+
+def test_messages_about_the_body():
+    assert reject(ChatRequest).message == "messages is required"
+    for text, message in (
+        ("[]", "the body should be an object; got []"),
+        ("{", "the body is not JSON: EOF while parsing"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            parse_body(ChatRequest, text.encode())
+        assert caught.value.message.startswith(message)
+
+
+def test_defaults_of_the_api_are_accepted():
+    assert (
+        parse_body(ChatRequest, json.dumps({"messages": [USER], "verbosity": "medium"}).encode()).verbosity == "medium"
+    )
+    assert parse_body(ResponseRequest, b'{"input": "a", "text": {"verbosity": "medium"}}').text is not None
 
 
 def test_messages_name_what_models_cannot_read():

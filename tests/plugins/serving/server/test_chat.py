@@ -200,17 +200,29 @@ def test_a_budget_ends_the_reasoning(eager):
 
 
 def test_a_schema_that_cannot_be_met_names_the_tool(eager):
-    impossible = {
-        **WEATHER["function"],
-        "parameters": {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]},
+    schema = {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}
+    function = {"name": "impossible", "parameters": schema}
+    messages, required = {"messages": [USER]}, {"tool_choice": "required"}
+    requests = {
+        "/v1/chat/completions": {
+            **messages,
+            **required,
+            "tools": [WEATHER, {"type": "function", "function": function}],
+        },
+        "/v1/responses": {"input": "a", **required, "tools": [{"type": "function", **function}]},
+        "/v1/messages": {
+            **messages,
+            "max_tokens": 9,
+            "tool_choice": {"type": "any"},
+            "tools": [{"name": "impossible", "input_schema": schema}],
+        },
     }
-    body = {
-        "messages": [USER],
-        "tools": [{"type": "function", "function": impossible}],
-        "tool_choice": "required",
-    }
-    refused = httpx.post(eager.url + "/v1/chat/completions", json=body)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    errors = [httpx.post(eager.url + path, json=body) for path, body in requests.items()]
+    assert [error.status_code for error in errors] == [400, 400, 400]
+    paths = ["tools[1].function.parameters", "tools[0].parameters", "tools[0].input_schema"]
+    for error, path in zip(errors, paths, strict=True):
+        message = f"{path}: the parameters of the tool 'impossible' cannot be used: Unsatisfiable schema"
+        assert error.json()["error"]["message"].startswith(message)
 
 
 HARMONY = (

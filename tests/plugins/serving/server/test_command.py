@@ -87,14 +87,51 @@ def test_a_model_that_is_not_a_decoder(tmp_path):
     assert "cannot be served" in refused.stderr
 
 
+def open_fake_engine(text):
+    """Return a fake `open_engine` of a model with this text processor. It may not be compiled if the text is rejected."""
+
+    def open_engine(uri, *, prepare_text, **options):
+        prepared = prepare_text(text)
+        engine = FakeEngine()
+        engine.adapters = ()
+        return OpenedEngine(engine, prepared, "tiny")
+
+    return open_engine
+
+
+@pytest.fixture
+def text():
+    return TextProcessor.Config().build(tokenizer=ByteTokenizer.Config().build())
+
+
 def test_a_run_without_a_tokenizer(monkeypatch):
-    engine = FakeEngine()
-    opened = OpenedEngine(engine, None, "numbers")
-    monkeypatch.setattr("axlearn_plugins_serving.open_engine.open_engine", lambda *args, **options: opened)
+    monkeypatch.setattr("axlearn_plugins_serving.open_engine.open_engine", open_fake_engine(None))
     refused = serve("runs/numbers", "--port", "0")
     assert refused.exit_code == 2
     assert "runs/numbers has no tokenizer" in refused.stderr
-    assert engine.closed
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--tool-parser", "hermess", "did you mean: hermes?"),
+        ("--reasoning-parser", "thinks", "did you mean: think?"),
+        ("--chat-template", "missing.jinja", "missing.jinja: No such file"),
+        ("--chat-template", "broken.jinja", "broken.jinja: line 2: Encountered unknown tag 'en'"),
+        ("--response-store", "missing/responses.db", "missing/responses.db"),
+    ],
+)
+def test_options_about_text_are_checked_before_compiling(option, value, says, run_dir, tmp_path, monkeypatch):
+    (tmp_path / "broken.jinja").write_text("{% if messages %}\n{% en %}")
+    monkeypatch.chdir(tmp_path)
+
+    def compile_nothing(*args, **options):
+        raise AssertionError("the option was not checked first")
+
+    monkeypatch.setattr("axlearn_plugins_serving.open_engine.build_engine", compile_nothing)
+    refused = serve(str(run_dir), "--port", "0", option, value)
+    assert refused.exit_code == 2, refused.output
+    assert says in refused.stderr
 
 
 @pytest.mark.parametrize("log_requests", [True, False])
@@ -116,12 +153,9 @@ def test_a_line_for_each_request(log_requests, monkeypatch):
     assert '"GET /nowhere HTTP/1.1" 404 id=req-' in second
 
 
-def test_options_reach_the_server(monkeypatch):
-    engine = FakeEngine()
-    engine.adapters = ()
-    opened = OpenedEngine(engine, TextProcessor.Config().build(tokenizer=ByteTokenizer.Config().build()), "tiny")
+def test_options_reach_the_server(text, monkeypatch):
     monkeypatch.setattr("axlearn_plugins_serving.engine_devices.set_up_devices", lambda *args, **options: None)
-    monkeypatch.setattr("axlearn_plugins_serving.open_engine.open_engine", lambda *args, **options: opened)
+    monkeypatch.setattr("axlearn_plugins_serving.open_engine.open_engine", open_fake_engine(text))
     runners = []
 
     class Recorder:

@@ -35,12 +35,12 @@ def start(monkeypatch):
     """Return a function that runs the command with a fake engine and a fake server, and returns what it started."""
     started = Started()
 
-    def open_engine(uri, *, config, **options):
+    def open_engine(uri, *, config, prepare_text, **options):
         started.uri, started.config = uri, config
         engine = FakeEngine()
         engine.adapters = ()
         text = TextProcessor.Config().build(tokenizer=ByteTokenizer.Config().build())
-        return OpenedEngine(engine, text, "tiny")
+        return OpenedEngine(engine, prepare_text(text), "tiny")
 
     class Recorder:
         def __init__(self, service, limits, **options):

@@ -122,6 +122,20 @@ def test_the_plain_template_can_be_asked_for(tokenizer):
     assert text.template.render([{"role": "user", "content": "hi"}]).text == "User:\nhi\n\n"
 
 
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{{ 1 }}\n{% for m in messages %}", "line 2: Unexpected end of template"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
+    ],
+)
+def test_a_template_that_is_not_valid_jinja(source, says, tokenizer, tmp_path):
+    (tmp_path / "broken.jinja").write_text(source)
+    broken = ChatTemplate.Config(path=str(tmp_path / "broken.jinja")).build(tokenizer=tokenizer)
+    with pytest.raises(InputError, match=says):
+        broken.check_syntax()
+
+
 def test_templates_by_name_take_the_one_for_tools(tokenizer, tmp_path):
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools {{ tools | length }}"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))

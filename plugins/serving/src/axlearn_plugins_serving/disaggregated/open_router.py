@@ -8,7 +8,15 @@ from axlearn_core.run import open_weights
 from axlearn_plugins_serving.disaggregated.engine_worker import Settings
 from axlearn_plugins_serving.disaggregated.router import RouterEngine
 from axlearn_plugins_serving.engine import ServingEngine
-from axlearn_plugins_serving.open_engine import OpenedEngine, Report, check_decoder, ignore_phase, model_name
+from axlearn_plugins_serving.open_engine import (
+    OpenedEngine,
+    PrepareText,
+    Report,
+    check_decoder,
+    ignore_phase,
+    keep_text,
+    model_name,
+)
 from axlearn_plugins_serving.programs import find_run_programs
 from axlearn_plugins_transformer.text.processor import text_processor
 
@@ -21,6 +29,7 @@ def open_router(
     programs: str | Path | None = None,
     prefill: int = 1,
     decode: int = 1,
+    prepare_text: PrepareText = keep_text,
     report: Report = ignore_phase,
 ) -> OpenedEngine:
     """Start a model's workers and return when all of them accept requests.
@@ -32,6 +41,7 @@ def open_router(
         programs: Directory with exported programs; the default is the one in the run directory, if it exists.
         prefill: Number of processes that compute prompts.
         decode: Number of processes that generate outputs.
+        prepare_text: See `open_engine`.
         report: Called when a phase begins.
 
     Raises:
@@ -42,7 +52,7 @@ def open_router(
     report(f"opening {uri}")
     weights: Any = open_weights(uri, step=step)
     check_decoder(weights.experiment.model)
-    text = text_processor(weights.experiment, weights.tokenizer)
+    text = prepare_text(text_processor(weights.experiment, weights.tokenizer))
     if text is None:
         raise RequestError(
             f"{uri} has no tokenizer, so the server cannot read or write text\n    fix: serve a model with a tokenizer"

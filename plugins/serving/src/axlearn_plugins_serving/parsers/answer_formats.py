@@ -65,10 +65,12 @@ class Function:
         name: Name of the function.
         parameters: JSON schema of its arguments. Formats that write arguments as plain text need it to choose between a
             string and another JSON value.
+        path: Path of the schema in the request, for errors.
     """
 
     name: str
     parameters: Mapping[str, Any] = attrs.field(factory=dict)
+    path: str = attrs.field(default="tools", eq=False)
 
 
 class Parser(Protocol):

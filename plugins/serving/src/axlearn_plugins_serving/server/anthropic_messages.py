@@ -124,9 +124,9 @@ def _tools(body: MessageTokensRequest) -> ToolUse:
     parallel = not choice.disable_parallel_tool_use
     if choice.type == "tool":
         named = NamedTool.model_validate({"type": "function", "function": {"name": choice.name}})
-        return choose_tools(tools, named, parallel)
+        return choose_tools(tools, named, parallel, path="input_schema")
     modes: Any = {"any": "required", "auto": None}
-    return choose_tools(tools, modes.get(choice.type, "none"), parallel)
+    return choose_tools(tools, modes.get(choice.type, "none"), parallel, path="input_schema")
 
 
 def _chat_messages(message: AnthropicMessage) -> Iterator[dict[str, Any]]:

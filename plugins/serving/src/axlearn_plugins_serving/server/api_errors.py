@@ -1,6 +1,7 @@
 """Errors in the format of the OpenAI API."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ _MESSAGE_LENGTH = 2000
 _WITHOUT_VALUE = frozenset(
     {
         "missing",
+        "none_required",
         "value_error",
         "context_length_exceeded",
         "too_many_fields",
@@ -23,10 +25,24 @@ _WITHOUT_VALUE = frozenset(
         "invalid_tools",
         "unsupported_content",
         "unsupported_item",
-        "unknown_type",
     }
 )
 """Types of validation errors whose message does not need the value."""
+_REPHRASED = (
+    (r"Field required", "is required"),
+    (r"Input should be null", "is not supported; remove it"),
+    (r"(?:Input|String|List|Dictionary) should (.*?)(?: after validation, not \d+)?", r"should \1"),
+)
+"""Pydantic's messages, and the same as the end of a sentence that begins with the field's path."""
+_REPLACED = {
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "guided_json": "structured_outputs",
+    "guided_regex": "structured_outputs",
+    "guided_choice": "structured_outputs",
+    "guided_grammar": "structured_outputs",
+}
+"""Fields of older APIs -> the field that replaced each of them."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -89,20 +105,21 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
     problems = error.errors(include_url=False, include_context=False)
     first = problems[0]
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
+        return ApiError(
+            400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json"
+        )
     # A value that fits no branch of a union causes one error per branch. Report the branch with matching types or the deepest path.
+    # A wrong `type` explains the other errors of an object.
     field = first["loc"][:1]
     alternatives = [p for p in problems if p["loc"][:1] == field]
-    first = max(alternatives, key=lambda p: (not p["type"].endswith("_type"), _depth(p["loc"])))
+    first = max(
+        alternatives, key=lambda p: (not p["type"].endswith("_type"), _depth(p["loc"]), p["loc"][-1:] == ("type",))
+    )
     param = _path(first["loc"])
     if first["type"] == "extra_forbidden":
-        close = nearest(str(first["loc"][-1])[:64], _names(model)) if len(first["loc"]) == 1 else ()
-        hint = f"; did you mean {', '.join(close)}?" if close else ""
-        message = f"unknown field {param!r}{hint}"
+        message = f"unknown field {param!r}{_hint(first['loc'], model)}"
     else:
-        reasons = dict.fromkeys(p["msg"] for p in alternatives if _path(p["loc"]) == param)
-        text = " or ".join(reason.removeprefix("Value error, ") for reason in reasons)
-        message = f"{param}: {text}" if param else text
+        message = _sentence(param, dict.fromkeys(p["msg"] for p in alternatives if _path(p["loc"]) == param))
         if first["type"] not in _WITHOUT_VALUE:
             message += f"; got {_truncate_json(first.get('input'))}"
     other_fields = len({p["loc"][:1] for p in problems} - {field})
@@ -111,8 +128,32 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
     return ApiError(400, message, param=param or None, code=first["type"])
 
 
-def _names(model: type[BaseModel]) -> Iterable[str]:
-    return model.model_fields
+def _hint(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    """Return what to send instead of an unknown field, or nothing."""
+    name = str(location[-1])[:64]
+    if len(location) > 1:
+        return ""
+    if (replacement := _REPLACED.get(name)) in model.model_fields:
+        return f"; send {replacement} instead"
+    close = nearest(name, model.model_fields)
+    return f"; did you mean {', '.join(close)}?" if close else ""
+
+
+def _sentence(param: str, reasons: Iterable[str]) -> str:
+    """Return a sentence about a field from pydantic's reasons, one for each form that its value may have."""
+    texts = [reason.removeprefix("Value error, ") for reason in reasons]
+    phrases = [_rephrase(text) for text in texts]
+    if phrases == texts:
+        return f"{param}: {' or '.join(texts)}" if param else " or ".join(texts)
+    start = next(s for s in ("should be ", "should ", "") if all(phrase.startswith(s) for phrase in phrases))
+    return f"{param or 'the body'} {start}{' or '.join(phrase.removeprefix(start) for phrase in phrases)}"
+
+
+def _rephrase(text: str) -> str:
+    for pattern, phrase in _REPHRASED:
+        if match := re.fullmatch(pattern, text, re.DOTALL):
+            return match.expand(phrase)
+    return text
 
 
 def _path(location: tuple[int | str, ...]) -> str:

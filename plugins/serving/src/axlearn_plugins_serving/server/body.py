@@ -21,7 +21,7 @@ def read_tag(value: Any) -> str:
 
 def choose_by_type(*kinds: str) -> Discriminator:
     """Return a discriminator between the models of these kinds, each annotated with `Tag(tag(kind))`."""
-    message = f"type should be {', '.join(map(repr, kinds[:-1]))} or {kinds[-1]!r}"
+    message = f"Input should have the type {', '.join(map(repr, kinds[:-1]))} or {kinds[-1]!r}"
     return Discriminator(read_tag, custom_error_type="unknown_type", custom_error_message=message)
 
 

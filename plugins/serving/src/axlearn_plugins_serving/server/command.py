@@ -232,32 +232,21 @@ def _config(options: Options, settings: Sequence[Any]) -> Any:
 
 def _open(uri: str, options: Options, config: Any, startup: Any = None) -> Any:
     """Open the model, and return its `Service`. Called in each replica, too."""
-    import attrs
-
-    from axlearn_core.errors import RequestError
     from axlearn_plugins_serving.compile_count import CompileCount
     from axlearn_plugins_serving.open_engine import ignore_phase, model_name
     from axlearn_plugins_serving.server.engine_thread import EngineThread
     from axlearn_plugins_serving.server.response_store import ResponseStore
     from axlearn_plugins_serving.server.service import Service
-    from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 
     count, report = CompileCount(), ignore_phase
     if startup is not None:
         report, startup.detail = startup.report, lambda: f", {count.total} programs so far"
     names = options["names"] or (model_name(uri),)
     _check_adapters(names, config)
+    responses = ResponseStore(options["response_store"])
     opened = _open_engine(uri, options, config, report)
-    if opened.text is None:
-        opened.engine.close()
-        raise RequestError(
-            f"{uri} has no tokenizer, so the server cannot read or write text\n    fix: serve a model with a tokenizer"
-        )
-    text, template = opened.text, options["chat_template"]
-    if template is not None:
-        chat = ChatTemplate.Config(plain=True) if template == "plain" else ChatTemplate.Config(path=template)
-        text = attrs.evolve(text.config, template=chat).build(tokenizer=text.tokenizer)
-    engine = opened.engine
+    engine, text = opened.engine, opened.text
+    assert text is not None, "_prepare_text rejects models without a tokenizer"
     return Service(
         EngineThread(engine),
         text,
@@ -267,10 +256,41 @@ def _open(uri: str, options: Options, config: Any, startup: Any = None) -> Any:
         aliases=tuple(names[1:]),
         tool_parser=options["tool_parser"],
         reasoning_parser=options["reasoning_parser"],
-        responses=ResponseStore(options["response_store"]),
+        responses=responses,
         allows_sleep=options["allow_sleep"],
         allows_adapters=options["allow_adapters"],
     )
+
+
+def _prepare_text(uri: str, options: Options, text: Any) -> Any:
+    """Return the model's text processor with the template of `--chat-template`. Called before anything is compiled.
+
+    Args:
+        uri: The model.
+        options: Options of the command.
+        text: Text processor of the model, or None if it has no tokenizer.
+
+    Raises:
+        RequestError: If there is no tokenizer, or a parser is unknown or ambiguous.
+        InputError: If the template cannot be read or is not valid.
+    """
+    import attrs
+
+    from axlearn_core.errors import RequestError
+    from axlearn_plugins_serving.server.answer_reader import choose_formats
+    from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+
+    if text is None:
+        raise RequestError(
+            f"{uri} has no tokenizer, so the server cannot read or write text\n    fix: serve a model with a tokenizer"
+        )
+    template = options["chat_template"]
+    if template is not None:
+        chat = ChatTemplate.Config(plain=True) if template == "plain" else ChatTemplate.Config(path=template)
+        text = attrs.evolve(text.config, template=chat).build(tokenizer=text.tokenizer)
+        text.template.check_syntax()
+    choose_formats(text, options["tool_parser"], options["reasoning_parser"])
+    return text
 
 
 def _check_adapters(names: Sequence[str], config: Any) -> None:
@@ -290,15 +310,24 @@ def _check_adapters(names: Sequence[str], config: Any) -> None:
 
 
 def _open_engine(uri: str, options: Options, config: Any, report: Callable[[str], None]) -> Any:
+    import functools
     from pathlib import Path
 
+    prepare_text = functools.partial(_prepare_text, uri, options)
     step, programs = options["step"], options["programs"]
     if (workers := _workers(options)) is not None:
         from axlearn_plugins_serving.disaggregated.open_router import open_router
 
         prefill, decode = workers
         return open_router(
-            uri, config=config, step=step, programs=programs, prefill=prefill, decode=decode, report=report
+            uri,
+            config=config,
+            step=step,
+            programs=programs,
+            prefill=prefill,
+            decode=decode,
+            prepare_text=prepare_text,
+            report=report,
         )
     from axlearn_plugins_serving.engine_devices import set_up_devices
     from axlearn_plugins_serving.open_engine import open_engine, open_with_programs
@@ -307,7 +336,7 @@ def _open_engine(uri: str, options: Options, config: Any, report: Callable[[str]
     folder = find_run_programs(uri) if programs is None else Path(programs)
     set_up_devices(config, owns_cores=folder is not None)
     open_ = open_with_programs if programs is None else open_engine
-    return open_(uri, config=config, step=step, programs=folder, report=report)
+    return open_(uri, config=config, step=step, programs=folder, prepare_text=prepare_text, report=report)
 
 
 def _run_replicas(uri: str, options: Options, config: Any, limits: Any) -> int:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from axlearn_core.contracts.parts import Tokenizer
@@ -20,8 +21,12 @@ from axlearn_plugins_transformer.text.decoding import HasTokenizerJson
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 _LIMITS = LLParserLimits(max_items_in_row=200, step_max_items=5_000, step_lexer_fuel=100_000)
-"""Limits on the work for one token, so that an ambiguous grammar fails instead of delaying other requests. A JSON schema needs
-fewer than 100 items in a row."""
+"""Limits on the work for one token, so that an ambiguous grammar fails instead of delaying other requests."""
+_JSON_LIMITS = LLParserLimits(max_items_in_row=2_000, step_max_items=5_000, step_lexer_fuel=100_000)
+"""Limits for JSON schemas. An optional property takes four items of a row. Brackets delimit the values, so the work for a token
+grows only linearly with the items."""
+_CALLS = "calls"
+"""Name of the grammar of required calls, which has the limits of JSON schemas."""
 
 
 class _Vocabulary:
@@ -93,18 +98,6 @@ class Grammars:
         """Build a constraint that applies a grammar to the answer only."""
         return StagedConstraint(stages, grammar, self._words)
 
-    def parse_lark(self, grammar: str, param: str) -> GrammarConstraint:
-        """Build a constraint from a grammar in llguidance's form of Lark.
-
-        Args:
-            grammar: The grammar.
-            param: Name of the request's field in errors.
-
-        Raises:
-            ApiError: 400 if the grammar is invalid or cannot be satisfied.
-        """
-        return self.constrain(LLMatcher.grammar_from_lark(grammar), param)
-
     def force_calls(self, use: ToolUse) -> GrammarConstraint:
         """Build a constraint for the calls that a request requires. This can take a second, so call it in a thread.
 
@@ -112,7 +105,8 @@ class Grammars:
             ApiError: 400 if the parameters of a tool are invalid or cannot be satisfied.
         """
         try:
-            return self.parse_lark(forced_grammar(use), "tools")
+            grammar = {"name": _CALLS, "lark_grammar": forced_grammar(use)}
+            return self.constrain(json.dumps({"grammars": [grammar]}), "tools")
         except ApiError:
             for function in use.functions:  # the error quotes the grammar, so find the tool that it is about
                 self._check_parameters(function)
@@ -123,8 +117,8 @@ class Grammars:
             self.new({"type": "object", **function.parameters})
         except ApiError as error:
             reason = error.message.split(" cannot be used: ", 1)[-1]
-            message = f"tools: the parameters of the tool {function.name!r} cannot be used: {reason}"
-            raise ApiError(400, message, param="tools", code="invalid_json_schema") from None
+            message = f"{function.path}: the parameters of the tool {function.name!r} cannot be used: {reason}"
+            raise ApiError(400, message, param=function.path, code="invalid_json_schema") from None
 
     def constrain(self, grammar: str, param: str = "response_format") -> GrammarConstraint:
         """Build a constraint from a grammar in llguidance's format.
@@ -134,12 +128,17 @@ class Grammars:
             param: Name of the request's field in errors.
 
         Raises:
-            ApiError: 400 if the grammar cannot be satisfied.
+            ApiError: 400 if the grammar cannot be satisfied, or exceeds the limits with the first token.
         """
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_limits_of(grammar))
         if matcher.is_error():
             raise _grammar_error(matcher.get_error(), param)
-        return GrammarConstraint(matcher, self._words, grammar)
+        constraint = GrammarConstraint(matcher, self._words, grammar)
+        try:
+            _try_first_token(constraint.copy())
+        except ValueError as error:
+            raise _grammar_error(f"it needs too much work for one token: {error}", param) from None
+        return constraint
 
     @property
     def _words(self) -> int:
@@ -155,7 +154,11 @@ class Grammars:
         try:
             if source.kind == "json":
                 return self.new(json.loads(value) if isinstance(value, str) else value, param=param)
-            grammar = grammar_from(source.kind, value)
+            if source.kind == "choice":  # as a single terminal, whose alternatives do not count toward the limits
+                choices = " | ".join(json.dumps(choice) for choice in json.loads(value))
+                grammar = LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+            else:
+                grammar = grammar_from(source.kind, value)
         except (ValueError, RecursionError) as error:
             raise _grammar_error(str(error), param) from None
         return self.constrain(grammar, param=param)
@@ -170,6 +173,23 @@ class Grammars:
     def _vocabulary(self) -> LLTokenizer:
         with self._lock:
             return self._load_tokenizer
+
+
+def _limits_of(grammar: str) -> LLParserLimits:
+    """Return the limits for a grammar in llguidance's JSON format or in its form of Lark."""
+    try:
+        (first,) = json.loads(grammar)["grammars"]
+    except ValueError:
+        return _LIMITS
+    return _JSON_LIMITS if first.get("json_schema") is not None or first.get("name") == _CALLS else _LIMITS
+
+
+def _try_first_token(constraint: GrammarConstraint) -> None:
+    """Accept any token that a constraint allows first. Raises `ValueError` if that exceeds the limits."""
+    (positions,) = np.nonzero(constraint.mask())
+    if positions.size:
+        bits = int(constraint.mask()[positions[0]])
+        constraint.accept(int(positions[0]) * 32 + (bits & -bits).bit_length() - 1)
 
 
 def _grammar_error(reason: str, param: str) -> ApiError:

@@ -59,7 +59,11 @@ class Conversation:
 
 
 def choose_tools(
-    tools: Sequence[Mapping[str, Any]], choice: Mode | NamedTool | AllowedTools | None, parallel: bool | None
+    tools: Sequence[Mapping[str, Any]],
+    choice: Mode | NamedTool | AllowedTools | None,
+    parallel: bool | None,
+    *,
+    path: str = "function.parameters",
 ) -> ToolUse:
     """Return the tools that a request offers.
 
@@ -67,6 +71,7 @@ def choose_tools(
         tools: Tools in the form of the chat API.
         choice: The request's `tool_choice`.
         parallel: The request's `parallel_tool_calls`.
+        path: Path of the arguments' schema in each of the request's tools, for errors.
 
     Raises:
         ApiError: 400 if the choice needs a tool that the request does not have.
@@ -88,12 +93,13 @@ def choose_tools(
         raise ApiError(400, "tool_choice: a call is required, but the request has no tools", param="tool_choice")
     if mode == "none" or not chosen:
         return ToolUse()
-    offered_tools = tuple(tool for tool in tools if tool["function"]["name"] in chosen)
+    offered = [(i, tool) for i, tool in enumerate(tools) if tool["function"]["name"] in chosen]
     functions = tuple(
-        Function(tool["function"]["name"], tool["function"].get("parameters") or {}) for tool in offered_tools
+        Function(tool["function"]["name"], tool["function"].get("parameters") or {}, f"tools[{i}].{path}")
+        for i, tool in offered
     )
     return ToolUse(
-        tools=offered_tools,
+        tools=tuple(tool for _, tool in offered),
         functions=functions,
         mode=mode,
         named=isinstance(choice, NamedTool),

@@ -1,8 +1,9 @@
 """Tool calls that the request requires: their grammar, and a parser of their text."""
 
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from axlearn_plugins_serving.parsers.answer_formats import CallArguments, CallStart, Piece, Text
@@ -23,11 +24,36 @@ def forced_grammar(use: ToolUse) -> str:
         return f"start: {_arguments(use.functions[0].parameters)}"
     most = MAX_CALLS - 1 if use.parallel else 0
     rules = [f'start: "[" call ("," call){{0,{most}}} "]"' if most else 'start: "[" call "]"']
-    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(use.functions))))
+    heads = {}
     for i, function in enumerate(use.functions):
-        head = json.dumps(f'{{"name":{json.dumps(function.name, ensure_ascii=False)},"arguments":', ensure_ascii=False)
-        rules += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: {_arguments(function.parameters)}"]
-    return "\n".join(rules)
+        heads[f'{{"name":{json.dumps(function.name, ensure_ascii=False)},"arguments":'] = f"end_{i}"
+        rules += [f'end_{i}: arguments_{i} "}}"', f"arguments_{i}: {_arguments(function.parameters)}"]
+    return "\n".join([*rules, *_prefix_rules("call", heads)])
+
+
+def _prefix_rules(name: str, continuations: Mapping[str, str]) -> Iterator[str]:
+    """Yield rules for a choice of texts. No text may be the beginning of another.
+
+    The alternatives of each rule begin with different characters. The work for a token grows with the number of alternatives, and
+    the limits allow 200 of them, so a rule with one alternative for each tool would fail.
+
+    Args:
+        name: Name of the first rule.
+        continuations: Text -> rule that follows it.
+    """
+    groups: dict[str, dict[str, str]] = {}
+    for text, rule in continuations.items():
+        groups.setdefault(text[0], {})[text] = rule
+    alternatives = []
+    for i, group in enumerate(groups.values()):
+        prefix = os.path.commonprefix(list(group))  # noqa: RUF071  # of texts, not of paths
+        rule = f"{name}_{i}"
+        if len(group) == 1:
+            (rule,) = group.values()
+        else:
+            yield from _prefix_rules(rule, {text[len(prefix) :]: rest for text, rest in group.items()})
+        alternatives.append(f"{json.dumps(prefix, ensure_ascii=False)} {rule}")
+    yield f"{name}: {' | '.join(alternatives)}"
 
 
 def _arguments(parameters: Mapping[str, Any]) -> str:

@@ -36,4 +36,4 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(self._matcher.get_error())
+            raise ValueError(self._matcher.get_error().partition("\n<state>")[0])  # without a dump of the parser

@@ -10,12 +10,13 @@ from pydantic import (
     BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
+    Tag,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from axlearn_plugins_serving.server.body import Body, TemplatePart
+from axlearn_plugins_serving.server.body import Body, TemplatePart, choose_by_type, tag
 from axlearn_plugins_serving.server.early_checks import exceeds
 from axlearn_plugins_transformer.text.messages import REASONING, TEXT_PARTS
 
@@ -233,6 +234,12 @@ class AllowedTools(Body):
     allowed_tools: AllowedToolList
 
 
+ChosenTools = Annotated[
+    Annotated[NamedTool, Tag(tag("function"))] | Annotated[AllowedTools, Tag(tag("allowed_tools"))],
+    choose_by_type("function", "allowed_tools"),
+]
+
+
 def function_of(tool: Any) -> FunctionDefinition:
     """Return the function of a tool, whether it is nested or not."""
     return tool.function if isinstance(tool, Tool) else tool
@@ -258,7 +265,7 @@ def _check_tools(tools: list[Any]) -> list[Any]:
     for index, function in enumerate(functions):
         first = indices.setdefault(function.name, index)
         if first != index:
-            message = "two tools, {first} and {second} counted from 0, have the name '{name}'; rename one of them"
+            message = "tools[{first}] and tools[{second}] have the same name, '{name}'; rename one of them"
             raise PydanticCustomError(
                 "invalid_tools", message, {"name": function.name, "first": first, "second": index}
             )

@@ -150,7 +150,7 @@ async def _conversation(service: Service, body: ResponseInput) -> tuple[Conversa
     tools = [{"type": "function", "function": function} for function in functions]
     conversation = Conversation(
         messages=messages,
-        use=choose_tools(tools, choice, body.parallel_tool_calls),
+        use=choose_tools(tools, choice, body.parallel_tool_calls, path="parameters"),
         options=body.chat_template_kwargs or {},
         effort=body.reasoning.effort if body.reasoning is not None else None,
         param="input",

@@ -23,10 +23,9 @@ from axlearn_plugins_serving.server.early_checks import MAX_ENTRIES, check_conte
 from axlearn_plugins_serving.server.message_schemas import (
     MAX_SCHEMA,
     MAX_TOOL_COUNT,
-    AllowedTools,
+    ChosenTools,
     FunctionDefinition,
     Message,
-    NamedTool,
     Tool,
     ToolList,
     ToolName,
@@ -285,7 +284,7 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: ToolList[Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None
+    tool_choice: Literal["auto", "none", "required"] | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
@@ -294,6 +293,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None  # the default of OpenAI's API
     store: bool | None = None
     metadata: Metadata | None = None
     service_tier: ServiceTier | None = None
@@ -331,7 +331,7 @@ class ResponseText(Body):
         ]
         | None
     ) = None
-    verbosity: None = None
+    verbosity: Literal["medium"] | None = None  # the default of OpenAI's API
 
 
 class ResponseTool(FunctionDefinition):
@@ -353,6 +353,12 @@ class ResponseAllowedTools(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[ResponseToolName], Field(min_length=1, max_length=MAX_TOOL_COUNT, fail_fast=True)]
+
+
+ResponseChosenTools = Annotated[
+    Annotated[ResponseToolName, Tag(tag("function"))] | Annotated[ResponseAllowedTools, Tag(tag("allowed_tools"))],
+    choose_by_type("function", "allowed_tools"),
+]
 
 
 class ReasoningOptions(Body):
@@ -382,7 +388,7 @@ class ResponseInput(Body):
     input: str | Annotated[list[Item], Field(min_length=1, max_length=4096, fail_fast=True)]
     instructions: str | None = None
     tools: ToolList[ResponseTool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ResponseToolName | ResponseAllowedTools | None = None
+    tool_choice: Literal["auto", "none", "required"] | ResponseChosenTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: ResponseText | None = None

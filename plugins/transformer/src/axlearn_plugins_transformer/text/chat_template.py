@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
+import jinja2
 
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.contracts.parts import Tokenizer
@@ -23,7 +24,14 @@ from axlearn_plugins_transformer.text.data_files import open_file
 from axlearn_plugins_transformer.text.messages import normalize_messages, normalize_tools
 from axlearn_plugins_transformer.text.protocols import SpellsEos, bos_token_of, folder_of
 from axlearn_plugins_transformer.text.template_process import TemplateFailed, TemplateProcess
-from axlearn_plugins_transformer.text.template_server import BEGIN, END, FAILURES, compile_template, template_variables
+from axlearn_plugins_transformer.text.template_server import (
+    BEGIN,
+    END,
+    FAILURES,
+    compile_template,
+    parse_template,
+    template_variables,
+)
 
 PLAIN = (
     "{% for message in messages %}{{ message.role | capitalize }}:\n"
@@ -140,6 +148,16 @@ class ChatTemplate(Configurable):
     def variables(self) -> frozenset[str]:
         """Names of the variables that the template reads."""
         return template_variables(self.source, *([] if self.tool_source is None else [self.tool_source]))
+
+    def check_syntax(self) -> None:
+        """Raise `InputError` if the template has a syntax error. Otherwise, the first conversation raises it."""
+        for source in filter(None, (self.source, self.tool_source)):
+            try:
+                parse_template(source)
+            except jinja2.TemplateSyntaxError as error:
+                raise InputError(f"{self.name}: line {error.lineno}: {error.message}") from None
+            except RecursionError:
+                raise InputError(f"{self.name}: its blocks or expressions are nested too deeply") from None
 
     def render(
         self,

@@ -61,16 +61,20 @@ def _new_environment() -> ImmutableSandboxedEnvironment:
     )
 
 
+def parse_template(source: str) -> nodes.Template:
+    """Parse a template. Raises `jinja2.TemplateSyntaxError` or `RecursionError` if it is invalid."""
+    return _new_environment().parse(source)
+
+
 def template_variables(*sources: str) -> frozenset[str]:
     """Return the names of the variables that templates read but do not set.
 
     A template with a syntax error has none; rendering reports the error.
     """
-    environment = _new_environment()
     names: set[str] = set()
     for source in sources:
         with contextlib.suppress(jinja2.TemplateError, RecursionError):
-            names |= meta.find_undeclared_variables(environment.parse(source))
+            names |= meta.find_undeclared_variables(parse_template(source))
     return frozenset(names)
 
 

@@ -12,14 +12,15 @@ from axlearn_core.compose.program import find_layout_problem
 from axlearn_core.config import Node, get, patch, walk
 from axlearn_core.config.flat import leaves
 from axlearn_core.config.tree import children
-from axlearn_core.contracts.capabilities import DeclaresBatches, HasVocabulary
+from axlearn_core.contracts.capabilities import DeclaresBatches, FitsModel, HasVocabulary
 from axlearn_core.contracts.experiment import get_input_config
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import AxlearnError, RequestError
+from axlearn_plugins_verify.prove.shorter_cycles import cycle_lengths, shorten_cycles
 from axlearn_plugins_verify.prove.structure import Structure, describe_structure
 
-LARGE = 2_000_000
-"""Number of parameters above which a model is not small enough."""
+SMALL, LARGE = 250_000, 2_000_000
+"""Number of parameters above which each size is shrunk further by itself, and above which a model cannot be proven."""
 UNKNOWN = 64
 """Largest value that a number of unknown meaning may keep. Larger numbers are sizes."""
 PARTS = ("model.", "objective.", "input.", "learner.")
@@ -31,9 +32,11 @@ SIZES: Mapping[str, int] = {
     "batch_size": 8,
     "channels": 3,
     "conv_width": 4,
+    "dim": 16,  # of embeddings per layer
     "head_dim": 8,
     "hidden_dim": 32,
     "image_size": 8,
+    "key_dim": 8,
     "kv_rank": 16,
     "loss_chunk": 4,
     "max_length": 16,
@@ -41,6 +44,7 @@ SIZES: Mapping[str, int] = {
     "num_experts": 4,
     "num_groups": 2,
     "num_heads": 4,
+    "num_key_heads": 2,
     "num_kv_heads": 2,
     "original_length": 8,
     "page_size": 4,
@@ -53,6 +57,7 @@ SIZES: Mapping[str, int] = {
     "state_dim": 16,
     "top_groups": 1,
     "top_k": 2,
+    "value_dim": 8,
     "value_head_dim": 8,
     "vocab_size": 64,
     "warmup_steps": 1,
@@ -117,20 +122,31 @@ def shrink(config: Any, devices: int = 8) -> Shrunk:
     """
     _check_input(config)
     structure = describe_structure(config)
-    small, small_structure = _first_valid(config, structure)
-    if small_structure.parameters > LARGE:
+    short = shorten_cycles(config)
+    small, small_structure = _first_valid(short, structure)
+    if short != config and (small == short or structure.lost_operations(small_structure)):
+        short, (small, small_structure) = config, _first_valid(config, structure)
+    if small_structure.parameters > SMALL:
         small, small_structure = _shrink_one_by_one(small, small_structure)
     lost = structure.lost_operations(small_structure)
-    changes = {
-        leaf.path: (leaf.value, get(small, leaf.path))
-        for leaf in leaves(config)
-        if (_is_size(leaf.value) or _is_unset(leaf)) and get(small, leaf.path) != leaf.value
-    }
+    changes = _changes(config, short, small)
     meshes = tuple(_meshes(small, devices))
     notes = [f"the small config does not compute {', '.join(sorted(lost))}"] if lost else []
     if _has_pipeline(config) and not any("pipeline" in shape for shape in meshes):
         notes.append("no mesh with an axis `pipeline` divides the small config, so no pipeline is checked")
     return Shrunk(config=small, meshes=meshes, changes=changes, notes=tuple(notes))
+
+
+def _changes(config: Any, short: Any, small: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the sizes that changed, with the old and the new value. `short` has the shorter cycles of the small config."""
+    changed = {
+        leaf.path: (leaf.value, get(small, leaf.path))
+        for leaf in leaves(short)
+        if (_is_size(leaf.value) or _is_unset(leaf)) and get(small, leaf.path) != leaf.value
+    }
+    old, new = dict(cycle_lengths(config)), dict(cycle_lengths(short))
+    changed |= {path: (old[path], new[path]) for path in old.keys() & new.keys() if old[path] != new[path]}
+    return changed
 
 
 def _is_size(value: Any) -> TypeGuard[int]:
@@ -149,7 +165,7 @@ def _small_values(config: Any) -> Iterator[tuple[str, int]]:
             continue
         if name == "num_layers":
             yield leaf.path, min(leaf.value, _needed_layers(get(config, leaf.path.rpartition(".")[0])))
-        elif name == "num_kv_heads":
+        elif name in ("num_kv_heads", "num_key_heads"):
             yield leaf.path, _kv_heads(leaf.value, get(config, f"{leaf.path.rpartition('.')[0]}.num_heads"))
         elif name == "hidden_dim" and _is_inner(config, leaf.path):
             yield leaf.path, min(leaf.value, INNER)
@@ -188,9 +204,7 @@ def _attempts(config: Any) -> Iterator[dict[str, int]]:
     yield dict(values)
     values |= {leaf.path: SIZES[leaf.path.rpartition(".")[2]] for leaf in leaves(config) if _is_unset(leaf)}
     yield dict(values)
-    layers = [path for path in values if path.endswith("num_layers")]
-    for more in range(1, 5):
-        yield {**values, **{path: min(values[path] + more, get(config, path)) for path in layers}}
+    yield from _more_layers(config, values)
     options = {
         name: tuple(n for n in larger if any(p.rpartition(".")[2] == name for p in values))
         for name, larger in ALTERNATIVES.items()
@@ -200,6 +214,13 @@ def _attempts(config: Any) -> Iterator[dict[str, int]]:
             yield {**values, **_raised(config, values, {name: value})}
     for scale in (2, 4, 8):  # a layer may need sizes with a certain ratio
         yield {path: _at_most(value * scale, get(config, path)) for path, value in values.items()}
+
+
+def _more_layers(config: Any, values: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield combinations of sizes with more layers. They may be outside of the scan, which the loss can need."""
+    layers = [path for path in values if path.endswith("num_layers")]
+    for more in range(1, 5):
+        yield {**values, **{path: min(values[path] + more, get(config, path)) for path in layers}}
 
 
 def _at_most(value: int, old: int | None) -> int:
@@ -214,22 +235,32 @@ def _raised(config: Any, values: Mapping[str, int], names: Mapping[str, int]) ->
 def _first_valid(config: Any, structure: Structure) -> tuple[Any, Structure]:
     """Return the smallest config that loses the fewest operations, and its structure. If none is valid, return `config`."""
     best: tuple[Any, Structure] | None = None
+    best_values: Mapping[str, int] = {}
     tried: list[Mapping[str, int]] = []
     more = 0
-    for values in _attempts(config):
+
+    def take(values: Mapping[str, int]) -> bool:
+        """Try sizes that are not yet tried, and keep the best. Return True if they lose no operations."""
+        nonlocal best, best_values, more
         if values in tried:
-            continue
+            return False
         tried.append(values)
         more += best is not None
-        if more > MORE_ATTEMPTS:
-            break
         result = _patched(config, values, structure)
         if result is None:
-            continue
-        if best is None or len(structure.lost_operations(result[1])) < len(structure.lost_operations(best[1])):
-            best = result
-        if not structure.lost_operations(result[1]):
+            return False
+        lost = structure.lost_operations(result[1])
+        if best is None or len(lost) < len(structure.lost_operations(best[1])):
+            best, best_values = result, values
+        return not lost
+
+    for values in _attempts(config):
+        if more >= MORE_ATTEMPTS:
             break
+        if take(values):
+            return best or (config, structure)
+    if best_values:
+        any(map(take, _more_layers(config, best_values)))
     return best or (config, structure)
 
 
@@ -237,6 +268,8 @@ def _patched(config: Any, values: Mapping[str, int], structure: Structure) -> tu
     """Return the config with new sizes and its structure, or None if it is invalid or its layers or arrays change."""
     try:
         small = patch(config, dict(values))
+        if isinstance(source := get_input_config(small), FitsModel):
+            small = patch(small, {"input": source.fit_model(small.model)})
         smaller = describe_structure(small)
     except REFUSALS:
         return None
@@ -244,7 +277,9 @@ def _patched(config: Any, values: Mapping[str, int], structure: Structure) -> tu
 
 
 def _shrink_one_by_one(config: Any, structure: Structure) -> tuple[Any, Structure]:
-    """Shrink each size that can be shrunk alone, including fields whose names are not known.
+    """Shrink sizes that can be shrunk alone, the largest first, including fields whose names are not known.
+
+    Stops when the model is small.
 
     Raises:
         RequestError: If the model stays large.
@@ -252,10 +287,14 @@ def _shrink_one_by_one(config: Any, structure: Structure) -> tuple[Any, Structur
     small, refused, small_structure = config, [], structure
     sizes = dict(_small_values(config))
     for path, old in sorted(_module_sizes(config), key=lambda size: -size[1]):
+        if small_structure.parameters <= SMALL:
+            break
         least = sizes.get(path, 0) if path.rpartition(".")[2] in SIZES else 0
+        if least == INNER:
+            least = INNER // 2 - 1  # still another size than the width
         options = sorted({sizes.get(path, old), *(n for n in _halved(old) if n > least)})
         candidates = (_patched(small, {path: value}, structure) for value in options if value < old)
-        candidate = next((c for c in candidates if c is not None), None)
+        candidate = next((c for c in candidates if c is not None and not structure.lost_operations(c[1])), None)
         if candidate is not None and candidate[1].parameters < small_structure.parameters:
             small, small_structure = candidate
         elif old > SMALLEST_COUNT:
