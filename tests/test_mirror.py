@@ -33,7 +33,6 @@ LARGE = 150
 """A module with this many lines of code needs tests of its own."""
 
 TESTED_BY = {
-    "axlearn_core.checkpoint.manifest": "core/checkpoint/test_base.py",
     "axlearn_core.compose.objective": "core/train/test_objective.py",
     "axlearn_core.run.checkpoints": "core/run/test_run.py",
     "axlearn_core.run.record": "core/train/test_api_run_dir.py",
@@ -53,6 +52,7 @@ TESTED_BY = {
     "axlearn_plugins_quantization.library": "plugins/quantization/test_quantization.py",
     "axlearn_plugins_runtime.launch.pods": "plugins/runtime/launch/test_kubernetes.py",
     "axlearn_plugins_runtime.local_tier": "plugins/runtime/test_tiered.py",
+    "axlearn_plugins_runtime.part_transfers": "plugins/runtime/test_tiered_processes.py",
     "axlearn_plugins_serving.disaggregated.router": "plugins/serving/test_disaggregated.py",
     "axlearn_plugins_serving.functions": "plugins/serving/test_runner.py",
     "axlearn_plugins_serving.server.engine_thread": "plugins/serving/server/test_server_api.py",

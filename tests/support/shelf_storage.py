@@ -11,7 +11,7 @@ class Shelf:
 
     def __init__(self, root):
         self.local = LocalStorage(root)
-        for name in ("list", "write", "create", "staging", "commit", "delete"):
+        for name in ("list", "list_names", "write", "create", "staging", "commit", "delete"):
             setattr(self, name, getattr(self.local, name))
 
     def read(self, path):

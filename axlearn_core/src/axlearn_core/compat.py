@@ -118,6 +118,11 @@ def coordination_client() -> Any:
     return importlib.import_module("jax._src.distributed").global_state.client
 
 
+def replace_coordination_client(client: Any) -> None:
+    """Make an object the client that `coordination_client` returns, for simulations of a job in one process."""
+    importlib.import_module("jax._src.distributed").global_state.client = client
+
+
 def coordinator_address() -> str | None:
     """Return `host:port` of the job's coordinator. None in a single-process job."""
     return importlib.import_module("jax._src.distributed").global_state.coordinator_address

@@ -199,6 +199,16 @@ class StorageSuite:
         assert [f.path for f in storage.list("b/")] == ["b/1/x", "b/10", "b/2"]
         assert [f.path for f in storage.list("b/1")] == ["b/1/x", "b/10"]
 
+    def test_list_names_is_not_recursive(self, tmp_path: Path) -> None:
+        storage = self.open(tmp_path)
+        for path in ("b/2", "a", "b/1/x/y", "b/1/z", "b/10", "bc"):
+            storage.write(path, [b"1"])
+        again = self.open(tmp_path)
+        assert list(again.list_names()) == ["a", "b", "bc"]
+        assert list(again.list_names("b/")) == ["1", "10", "2"]
+        assert list(again.list_names("b/1/")) == ["x", "z"]
+        assert list(again.list_names("c/")) == []
+
     def test_failed_write_keeps_old_file(self, tmp_path: Path) -> None:
         def chunks() -> Iterator[bytes]:
             yield b"half"

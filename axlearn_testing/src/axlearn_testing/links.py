@@ -170,6 +170,11 @@ class FaultyStorage:
         self._fail(prefix)
         return self.storage.list(prefix)
 
+    def list_names(self, folder: str = "") -> Sequence[str]:
+        """List the names in a folder, or fail."""
+        self._fail(folder)
+        return self.storage.list_names(folder)
+
     def read(self, path: str) -> bytes:
         """Read a file, or fail."""
         self._fail(path)

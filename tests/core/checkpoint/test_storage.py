@@ -72,7 +72,7 @@ def axlearn_checkpoint_storage(uri):
 
 def test_a_storage_of_an_earlier_contract_is_refused_by_what_it_lacks(install):
     install("axlearn-plugins-drawer", modules={"drawer": EARLIER}, points={"plugins": {"drawer": "drawer"}})
-    with pytest.raises(PluginError, match=r"drawer://, drawer.Drawer, lacks create, staging"):
+    with pytest.raises(PluginError, match=r"drawer://, drawer.Drawer, lacks create, list_names, staging"):
         resolve("drawer://x", host(Registry()))
 
 

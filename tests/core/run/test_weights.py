@@ -93,7 +93,7 @@ def test_weights_are_read_onto_any_mesh_and_nothing_else_is(run, mesh):
     for name, x in params.items():
         np.testing.assert_array_equal(tensors[name], x, err_msg=name)
     assert {f for f in storage.files if "/state/" in f} == {
-        f"checkpoints/20/state/weights/{name}" for name in ("0-0.bin", "0.json")
+        f"checkpoints/20/state/{name}" for name in ("weights/0-0.bin", "index/0.bin")
     }
 
 
@@ -160,8 +160,9 @@ def test_what_a_read_cannot_give_is_refused(run, mesh):
 def test_a_damaged_shard_is_named_and_others_are_not_blamed(tmp_path):
     write_run(tmp_path / "run")
     file = tmp_path / "run/checkpoints/10/state/weights/0-0.bin"
-    index = json.loads(file.with_name("0.json").read_text())["arrays"]
-    offset = index[HEAD := f"params.{globals()['HEAD']}"]["pieces"][0][1]
+    pages = file.parents[1] / "index/0.bin"
+    pieces = json.loads(pages.read_text())["pieces"]
+    offset = pieces[HEAD := f"params.{globals()['HEAD']}"][0][1]
     data = bytearray(file.read_bytes())
     data[offset + 3] ^= 1
     file.write_bytes(data)
@@ -170,8 +171,8 @@ def test_a_damaged_shard_is_named_and_others_are_not_blamed(tmp_path):
     assert len(weights.read("decoder.layer.**")) > 3, "what lies elsewhere is read"
     file.write_bytes(data[: offset + 3])
     refused(lambda: weights.read("decoder.norm.*"), "state/weights/0-0.bin: ", "is too short")
-    file.with_name("0.json").write_text("{}")
-    refused(open_weights(tmp_path / "run").read, "state/weights/0.json: got sha256")
+    pages.write_bytes(pages.read_bytes().replace(b"params", b"Params", 1))
+    refused(open_weights(tmp_path / "run").read, "state/index/0.bin: bytes 0 to", "got sha256")
 
 
 def test_tensors_of_another_model_are_listed(tmp_path):

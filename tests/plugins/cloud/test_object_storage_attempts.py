@@ -12,6 +12,8 @@ from axlearn_plugins_cloud.objects import MissingObjectError, RefusedError, Tran
 class Flaky:
     """Objects in memory. Each call fails `failures` times before it succeeds."""
 
+    batch = 1000
+
     def __init__(self, failures, error):
         self.failures, self.error = failures, error
         self.kept: dict[str, bytes] = {"run/file": b"data", "run/folder/file": b"more"}
@@ -25,6 +27,10 @@ class Flaky:
     def list(self, prefix):
         self._call("list")
         return iter([(key, len(data)) for key, data in self.kept.items() if key.startswith(prefix)])
+
+    def list_names(self, folder):
+        self._call("list_names")
+        return iter([key.removeprefix(folder).partition("/")[0] for key in self.kept if key.startswith(folder)])
 
     def get(self, key):
         self._call("get")
@@ -63,6 +69,7 @@ def read_into(storage):
 
 CALLS = {
     "list": (lambda s: [f.path for f in s.list("fi")], ["file"]),
+    "list_names": (lambda s: s.list_names(), ["file", "folder"]),
     "get": (lambda s: s.read("file"), b"data"),
     "get_range": (read_into, b"at"),
     "put": (lambda s: s.write("new", [b"a", b"b"]), None),
@@ -114,6 +121,24 @@ def test_lasting_errors_are_reported_after_the_last_attempt(pauses):
         ObjectStorage(objects, "s3://bucket/run", "run").read("file")
     assert len(objects.calls) == ATTEMPTS
     assert len(pauses) == ATTEMPTS - 1
+
+
+def test_retries_of_all_requests_have_a_common_limit(pauses, monkeypatch):
+    """If a store fails for all requests, a process must not multiply its load by the number of attempts."""
+    monkeypatch.setattr(module, "RETRIES", 5)
+    objects = Flaky(1, TransientError("503"))
+    storage = ObjectStorage(objects, "s3://bucket/run", "run")
+    for _ in range(5):
+        assert storage.read("file") == b"data"
+        objects.calls.clear()
+    with pytest.raises(StorageError, match=r"file: 503 \(not retried: 5 of this process's requests were retried"):
+        storage.read("file")
+    assert objects.calls == ["get"]
+    for _ in range(module.EARNED):  # successes earn further retries
+        storage.read("file")
+    objects.calls.clear()
+    assert storage.read("file") == b"data"
+    assert len(pauses) == 6
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_a_flipped_bit_is_set_aside_and_the_next_state_taken(whole, tmp_path, ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["manifest.json", "state/others/0.json", "extra.json"])
+@pytest.mark.parametrize("damage", ["manifest.json", "state/index/0.bin", "extra.json"])
 def test_every_file_counts(damage, whole, tmp_path, capsys):
     run = tmp_path / "run"
     interrupted(run, tmp_path, at=12)

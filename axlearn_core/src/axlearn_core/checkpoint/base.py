@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from axlearn_core.checkpoint import manifest, stream
-from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
+from axlearn_core.checkpoint.barrier import share_from_first
+from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Index, Manifest
 from axlearn_core.checkpoint.retention import (
     START_MARKER,
     clear_staging,
@@ -118,14 +117,15 @@ class StorageCheckpointer(Configurable):
         """
         raise NotImplementedError
 
-    def _collect_files(self, folder: str) -> dict[str, dict[str, Any]]:
+    def _collect_files(self, folder: str) -> tuple[dict[str, dict[str, Any]], Index | None]:
         """Wait until all processes have written their parts. Only process 0 calls this.
 
         Args:
             folder: Staging folder of the step, with a trailing `/`.
 
         Returns:
-            Size and hash of each file by path, as in the manifest. The commit adds more files.
+            Size and hash of each file by path, as in the manifest, and the root of the index, if there is one. The commit adds
+            more files.
         """
         raise NotImplementedError
 
@@ -301,12 +301,16 @@ class StorageCheckpointer(Configurable):
 
     def _check_layout(self, checkpoint: Manifest) -> None:
         """Raise `CheckpointError` if a different checkpointer class wrote the checkpoint."""
-        if self.layout_file not in checkpoint.files:
+        if not self._has_layout(checkpoint):
             raise CheckpointError(
                 f"a different checkpointer wrote the checkpoint of step {checkpoint.step} in {self.place.name}\n"
                 f"    got: no {self.layout_file}, which {type(self).__name__} writes\n"
                 "    fix: set checkpointer.type to the value in the run that wrote it"
             )
+
+    def _has_layout(self, checkpoint: Manifest) -> bool:
+        """Return True if this class can read the files of a checkpoint."""
+        return self.layout_file in checkpoint.files
 
     def _load(self, checkpoint: Manifest, like: object, names: list[str]) -> Any:
         abstract = abstract_arrays(like, names)
@@ -335,7 +339,7 @@ class StorageCheckpointer(Configurable):
             except (OSError, StorageError) as caught:
                 error = self._write_error(step, caught)
         agree(error, error)
-        return bool(multihost_utils.broadcast_one_to_all(np.asarray(is_new))) if jax.process_count() > 1 else is_new
+        return bool(share_from_first(is_new, "start of a save"))
 
     def _open(self) -> None:
         """Before the first save, delete unfinished saves. After a rollback, also rename the checkpoints from later steps."""
@@ -349,13 +353,13 @@ class StorageCheckpointer(Configurable):
         self, step: int, arrays: dict[str, ArrayInfo], texts: Mapping[str, str], metrics: dict[str, float]
     ) -> None:
         storage, folder = self.place.storage, self._staging(step)
-        files = self._collect_files(f"{folder}/")
+        files, index = self._collect_files(f"{folder}/")
         for name, text in texts.items():
             storage.write(f"{folder}/{name}", [text.encode()])
             files[name] = manifest.describe(text.encode())
         files[START_MARKER] = manifest.describe(storage.read(f"{folder}/{START_MARKER}"))
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        body = Manifest(step, arrays, metrics, files, created, self.run)
+        body = Manifest(step, arrays, metrics, files, created, self.run, index)
         storage.write(f"{folder}/{manifest.MANIFEST}", [manifest.render(body)])
         storage.commit(folder, f"{self.place.folder}{step}")
         self.on_result(step, None)

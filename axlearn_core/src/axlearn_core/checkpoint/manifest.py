@@ -2,20 +2,24 @@
 
 checkpoints/
   120/
-    manifest.json     written last: owner, arrays, metrics, and the size and hash of every file
+    manifest.json     written last: owner, arrays, metrics, the root of the index, and the size and hash of each other small file
     extra.json        the `extra` argument of `save`
     config.yaml, ...  text files of the run
     state/weights/    arrays of the model, as pieces with one hash each (see `shards`)
     state/others/     all other arrays of the training state, in the same format
+    state/index/      where each piece is stored (see `piece_index`)
   .140.partial/       a save in progress or interrupted; it is renamed to `140` when it is complete
 
 Object stores cannot rename, so files are written directly to `140/`, and a step without a manifest is not listed.
+
+Format 4 is written for arrays with an index. In format 3, the manifest lists every file, and each process has its own indices.
+Checkpoints by Orbax still have format 3.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,8 @@ from axlearn_core.plugins.migrations import migrate_arrays
 MANIFEST, EXTRA, STATE = MARKER, "extra.json", "state"
 WEIGHTS, NON_WEIGHTS = f"{STATE}/weights/", f"{STATE}/others/"
 """Folders that contain arrays."""
-FORMAT = 3
+FORMAT, LISTED_FORMAT = 4, 3
+"""Format of checkpoints with an index, and of those whose manifest lists every file."""
 LAST_READER = "5eb2bae"
 """Last commit of axlearn-core that can read formats 1 and 2."""
 _PART = 16 * 2**20
@@ -45,12 +50,14 @@ class FormatError(CheckpointError):
 
     def __init__(self, subject: str, format: int):
         fix = (
-            f"commit {LAST_READER} of axlearn-core reads formats 1 to {FORMAT}; resume the run with it to save a checkpoint "
-            f"in format {FORMAT}"
-            if isinstance(format, int) and format < FORMAT
+            f"commit {LAST_READER} of axlearn-core reads formats 1 to {LISTED_FORMAT}; resume the run with it to save a "
+            f"checkpoint in format {LISTED_FORMAT}"
+            if isinstance(format, int) and format < LISTED_FORMAT
             else "install the version of axlearn-core that wrote it, or a later one"
         )
-        super().__init__(f"{subject} has format {format}\n    expected: format {FORMAT}\n    fix: {fix}")
+        super().__init__(
+            f"{subject} has format {format}\n    expected: format {LISTED_FORMAT} or {FORMAT}\n    fix: {fix}"
+        )
         self.format = format
 
 
@@ -66,6 +73,90 @@ class ArrayInfo:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
+Key = tuple[int, str, tuple[int, ...]]
+"""Sort key of a piece in an index: the relative position of its cell, the path of its array, and its start."""
+
+
+@attrs.frozen
+class Page:
+    """A range of bytes in an index file.
+
+    Attributes:
+        first: Smallest key in the page.
+        file: Number of the index file.
+        offset: Offset in the file, in bytes.
+        bytes: Size in bytes.
+        sha256: Hash of the bytes.
+    """
+
+    first: Key
+    file: int
+    offset: int
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def from_json(cls, row: Sequence[Any]) -> "Page":
+        """Parse the output of `attrs.astuple`."""
+        (position, path, start), *rest = row
+        return cls((position, path, tuple(start)), *rest)
+
+
+@attrs.frozen
+class IndexedArray:
+    """An array in an index, and its grid of cells.
+
+    Attributes:
+        shape: Shape of the stored array.
+        dtype: Name of the stored array's dtype.
+        cell: Size of a cell along each axis.
+        reach: Number of further cells along each axis that a piece may extend to.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    cell: tuple[int, ...]
+    reach: tuple[int, ...]
+
+
+@attrs.frozen
+class Index:
+    """The root of the index of a checkpoint. See `axlearn_core.checkpoint.piece_index`.
+
+    Attributes:
+        depth: Number of levels of pages below the root.
+        pages: Pages that the root refers to, sorted by `first`.
+        arrays: Arrays by path.
+        files: Number of files with pieces and pages.
+        bytes: Total size of these files in bytes.
+    """
+
+    depth: int
+    pages: tuple[Page, ...]
+    arrays: dict[str, IndexedArray]
+    files: int
+    bytes: int
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> "Index":
+        """Parse the output of `as_json`. Raise `KeyError`, `ValueError`, or `TypeError` if it is damaged."""
+        arrays = {
+            p: IndexedArray(tuple(shape), dtype, tuple(cell), tuple(reach))
+            for p, (shape, dtype, cell, reach) in body["arrays"].items()
+        }
+        return cls(body["depth"], tuple(map(Page.from_json, body["pages"])), arrays, body["files"], body["bytes"])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the index as JSON values."""
+        return {
+            "depth": self.depth,
+            "files": self.files,
+            "bytes": self.bytes,
+            "arrays": {p: list(attrs.astuple(x)) for p, x in self.arrays.items()},
+            "pages": [attrs.astuple(page) for page in self.pages],
+        }
+
+
 @attrs.frozen
 class Manifest:
     """Contents of one checkpoint.
@@ -73,8 +164,9 @@ class Manifest:
     Attributes:
         arrays: Arrays keyed by dotted path in the training state. `ArrayInfo.path` differs from the key if an earlier version
             stored the array under a different path; see `migrated`.
-        files: `bytes` and `sha256` by path. For files that consist of pieces, an index contains the hashes instead.
+        files: `bytes` and `sha256` by path, without the files in `index`. In format 3, files that consist of pieces have no hash.
         run: ID of the run that wrote the checkpoint, or empty if unknown.
+        index: Root of the index of the arrays. None if `files` contains the files of the arrays.
     """
 
     step: int
@@ -83,12 +175,22 @@ class Manifest:
     files: dict[str, dict[str, Any]]
     created: str = ""
     run: str = ""
-    format: int = FORMAT
+    index: Index | None = None
+
+    @property
+    def format(self) -> int:
+        """Number of the format."""
+        return LISTED_FORMAT if self.index is None else FORMAT
 
     @property
     def bytes(self) -> int:
         """Total size of all files in bytes."""
-        return sum(f["bytes"] for f in self.files.values())
+        return sum(f["bytes"] for f in self.files.values()) + (self.index.bytes if self.index else 0)
+
+    @property
+    def num_files(self) -> int:
+        """Number of files, without the manifest."""
+        return len(self.files) + (self.index.files if self.index else 0)
 
     def migrated(self, expected: Collection[str]) -> "Manifest":
         """If expected arrays are missing, rename arrays from earlier versions to their current paths."""
@@ -121,9 +223,9 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Return the steps of complete checkpoints, oldest first."""
         moves = self.storage.staging("0") != "0"  # if so, a step without a manifest was complete and is damaged
-        parts = (f.path.removeprefix(self.folder).partition("/") for f in self.storage.list(self.folder))
-        step_names = {n for n, _, rest in parts if rest == MANIFEST or (moves and rest.startswith(f"{STATE}/"))}
-        return sorted(int(n) for n in step_names if n.isdecimal())
+        marks = {MANIFEST, STATE} if moves else {MANIFEST}
+        steps = (name for name in self.storage.list_names(self.folder) if name.isdecimal())
+        return sorted(int(n) for n in steps if marks.intersection(self.storage.list_names(f"{self.folder}{n}/")))
 
     def inspect(self, step: int) -> Manifest:
         """Read the manifest of a step.
@@ -160,7 +262,8 @@ class Checkpoints:
 
         Args:
             step: Step of the checkpoint.
-            pieces: Also verify arrays. Not needed before reading them, because readers verify the hashes.
+            pieces: Also verify arrays. Not needed before reading them, because readers verify the hashes. The index is verified
+                in any case, unless `names` is given.
             names: Files in the manifest to verify. None verifies all files.
 
         Raises:
@@ -171,9 +274,11 @@ class Checkpoints:
         whole = {n: f for n, f in manifest.files.items() if "sha256" in f and (names is None or n in names)}
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             problems = [p for p in pool.map(lambda n: _compare(self.storage, root, n, whole[n]), whole) if p]
-            if not problems and pieces:
-                checks = _piece_checks(self.storage, root, whole)
-                problems = [p for p in pool.map(lambda check: _compare_piece(self.storage, root, *check), checks) if p]
+            if not problems and (pieces or (manifest.index is not None and names is None)):
+                checks, problems = _piece_checks(self.storage, root, whole, manifest.index, pieces=pieces)
+                if pieces and not problems:
+                    results = pool.map(lambda check: _compare_piece(self.storage, root, *check), checks)
+                    problems = [p for p in results if p]
         if problems:
             raise self.damaged(step, problems)
         return manifest
@@ -216,6 +321,7 @@ def render(manifest: Manifest) -> bytes:
         "metrics": manifest.metrics,
         "arrays": {a.path: [list(a.shape), a.dtype] for a in manifest.arrays.values()},
         "files": dict(sorted(manifest.files.items())),
+        **({"index": manifest.index.as_json()} if manifest.index else {}),
     }
     return json.dumps({"sha256": _digest(body), **body}).encode()
 
@@ -236,11 +342,12 @@ def parse(data: bytes, step: int, place: str) -> Manifest:
     digest = body.pop("sha256")
     if digest != _digest(body) or body["step"] != step:
         raise ValueError("its checksum or step does not match")
-    if body["format"] != FORMAT:
+    if body["format"] not in (LISTED_FORMAT, FORMAT):
         raise FormatError(f"the checkpoint of step {step} in {place}", body["format"])
     arrays = {p: ArrayInfo(p, tuple(shape), dtype) for p, (shape, dtype) in body["arrays"].items()}
     run = body.get("run", "")
-    return Manifest(step, arrays, body["metrics"], body["files"], body["created"], run, body["format"])
+    index = Index.from_json(body["index"]) if body["format"] == FORMAT else None
+    return Manifest(step, arrays, body["metrics"], body["files"], body["created"], run, index)
 
 
 def describe(data: bytes) -> dict[str, Any]:
@@ -284,17 +391,28 @@ def _compare(storage: Storage, root: str, name: str, expected: Mapping[str, Any]
     return None if got == expected["sha256"] else f"{name}: got sha256 {got[:16]}, expected {expected['sha256'][:16]}"
 
 
-def _piece_checks(storage: Storage, root: str, names: Iterable[str]) -> list[tuple[str, int, int, str]]:
-    """Return the file, offset, size, and hash of every piece in the indices."""
-    from axlearn_core.checkpoint.shards import parse_index  # imports JAX
+def _piece_checks(
+    storage: Storage, root: str, names: Iterable[str], index: Index | None, *, pieces: bool
+) -> tuple[list[tuple[str, int, int, str]], list[str]]:
+    """Return the file, offset, size, and hash of every piece (only if `pieces`), and the problems of the index."""
+    from axlearn_core.checkpoint.piece_index import IndexReader  # imports JAX
+    from axlearn_core.checkpoint.shards import DamagedError, parse_index
 
-    checks = []
-    for name in names:
-        folder = name.rpartition("/")[0] + "/"
-        if folder in (WEIGHTS, NON_WEIGHTS) and name.endswith(".json"):
-            for array in parse_index(storage.read(f"{root}{name}")).values():
-                checks += [(f"{folder}{p.file}", p.offset, array.piece_bytes(p), p.sha256) for p in array.pieces]
-    return checks
+    arrays = []
+    if index is not None:
+        try:
+            reader = IndexReader(storage, root, index)
+            arrays += reader.find_all().values() if pieces else ()
+            if not pieces:
+                reader.verify()
+        except DamagedError as error:
+            return [], [str(error)]
+    else:
+        for name in names:
+            folder = name.rpartition("/")[0] + "/"
+            if folder in (WEIGHTS, NON_WEIGHTS) and name.endswith(".json"):
+                arrays += parse_index(storage.read(f"{root}{name}"), folder.removeprefix(f"{STATE}/")).values()
+    return [(f"{STATE}/{p.file}", p.offset, x.piece_bytes(p), p.sha256) for x in arrays for p in x.pieces], []
 
 
 def _compare_piece(storage: Storage, root: str, name: str, offset: int, size: int, expected: str) -> str | None:

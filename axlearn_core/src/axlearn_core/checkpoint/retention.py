@@ -50,12 +50,12 @@ def rank_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> dict[int, tuple[f
     return {s: (-v if cfg.best_mode == "min" else v, -s) for s, v in numbers.items()}
 
 
-def is_created_by(storage: Storage, folder: str, files: Sequence[str], run: str) -> bool:
-    """Return True if a save by `run` created the folder that contains `files`."""
-    if (marker := f"{folder}/{START_MARKER}") not in files:
+def is_created_by(storage: Storage, folder: str, names: Sequence[str], run: str) -> bool:
+    """Return True if a save by `run` created the folder that contains `names`."""
+    if START_MARKER not in names:
         return False
     try:
-        return json.loads(storage.read(marker)).get("run") == run
+        return json.loads(storage.read(f"{folder}/{START_MARKER}")).get("run") == run
     except (StorageError, ValueError):
         return False
 
@@ -68,10 +68,10 @@ def clear_staging(place: Checkpoints, step: int, run: str) -> None:
     """
     storage, target = place.storage, f"{place.folder}{step}"
     folder = storage.staging(target)
-    files = [f.path for f in storage.list(f"{folder}/")]
-    if files and folder == target and not is_created_by(storage, folder, files, run):
-        raise StorageError(f"{folder} contains files that do not belong to this run, such as {files[0]}")
-    if files:
+    names = storage.list_names(f"{folder}/")
+    if names and folder == target and not is_created_by(storage, folder, names, run):
+        raise StorageError(f"{folder} contains files that do not belong to this run, such as {folder}/{names[0]}")
+    if names:
         storage.delete(folder)
 
 
@@ -83,12 +83,11 @@ def remove_unfinished(place: Checkpoints, run: str) -> None:
             if re.fullmatch(r"\.\d+\.(partial|deleted)", path.name):
                 storage.delete(path.name)
         return
-    files = [f.path for f in storage.list(folder)]
-    for name in {p.removeprefix(folder).partition("/")[0] for p in files}:
-        inside = [p for p in files if p.startswith(f"{folder}{name}/")]
-        whole = f"{folder}{name}/{MANIFEST}" in inside
-        if name.isdecimal() and not whole and is_created_by(storage, f"{folder}{name}", inside, run):
-            storage.delete(f"{folder}{name}")
+    for name in storage.list_names(folder):
+        if name.isdecimal():
+            inside = storage.list_names(f"{folder}{name}/")
+            if MANIFEST not in inside and is_created_by(storage, f"{folder}{name}", inside, run):
+                storage.delete(f"{folder}{name}")
 
 
 def set_aside(place: Checkpoints, steps: Iterable[int], restored: int) -> None:

@@ -11,18 +11,19 @@ from typing import Any
 
 import jax
 
-from axlearn_core.checkpoint import manifest
 from axlearn_core.checkpoint.base import StorageCheckpointer
-from axlearn_core.checkpoint.manifest import Manifest
+from axlearn_core.checkpoint.manifest import NON_WEIGHTS, Index, Manifest
+from axlearn_core.checkpoint.part_indices import PartIndices
+from axlearn_core.checkpoint.piece_index import FOLDER, write_index
 from axlearn_core.checkpoint.reader import CheckpointReader
-from axlearn_core.checkpoint.writer import HostBuffers, PartWriter, RateLimit, collect_parts
+from axlearn_core.checkpoint.writer import HostBuffers, PartWriter, RateLimit
 from axlearn_core.config import node, setting
 
 
 class ShardedCheckpointer(StorageCheckpointer):
     """The default checkpointer. Every process hashes and writes its own shards."""
 
-    layout_file = f"{manifest.NON_WEIGHTS}0.json"
+    layout_file = f"{FOLDER}0.bin"
 
     @node
     class Config(StorageCheckpointer.Config):
@@ -45,6 +46,7 @@ class ShardedCheckpointer(StorageCheckpointer):
         self._buffers = HostBuffers(cfg.max_host_bytes)
         self._writers = ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1)), thread_name_prefix="checkpoint-files")
         self._rate = RateLimit(cfg.max_bytes_per_second)
+        self._indices: dict[str, PartIndices] = {}
 
     def close(self) -> None:
         """Wait for all saves, then stop the threads."""
@@ -57,11 +59,35 @@ class ShardedCheckpointer(StorageCheckpointer):
     def _copy(self, step: int, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
         folder = f"{self._staging(step)}/"
         writer = PartWriter(self.place.storage, folder, self._buffers, self._writers, rate=self._rate)
+        indices = PartIndices()
+        if jax.process_index() == 0:
+            self._indices[folder] = indices
         writer.copy(arrays)
-        return writer.finish
 
-    def _collect_files(self, folder: str) -> dict[str, dict[str, Any]]:
-        return collect_parts(self.place.storage, folder, jax.process_count())
+        def write() -> None:
+            try:
+                part = writer.finish()
+            except BaseException as error:
+                indices.fail(error)
+                raise
+            indices.send(part)
+
+        return write
+
+    def _collect_files(self, folder: str) -> tuple[dict[str, dict[str, Any]], Index | None]:
+        indices = self._indices.pop(folder)
+        try:
+            return {}, write_index(self.place.storage, folder, indices.collect())
+        finally:
+            indices.clear()
+
+    def _discard(self, folder: str) -> None:
+        if (indices := self._indices.pop(f"{folder}/", None)) is not None:
+            indices.clear()
+        super()._discard(folder)
+
+    def _has_layout(self, checkpoint: Manifest) -> bool:
+        return checkpoint.index is not None or f"{NON_WEIGHTS}0.json" in checkpoint.files
 
     def reader(self, checkpoint: Manifest) -> CheckpointReader:
         """See `StorageCheckpointer.reader`."""

@@ -2,10 +2,14 @@
 
     weights/0-0.bin   a file of process 0: consecutive pieces of at most `PIECE` bytes, in C order
     weights/0-1.bin   the next file, started when the first reaches `FILE` bytes
-    weights/0.json    the index of process 0: shape, dtype, and pieces (file, offset, box, hash) of each array
+    index/0.bin       shape, dtype, and pieces (file, offset, box, hash) of all arrays (see `piece_index`)
+    weights/0.json    only in format 3: the index of process 0, for the arrays in this folder
 
-Each shard is hashed and written once per job, by one of the processes that hold it. A reader can use any mesh, and reads
-only the pieces that overlap its shards.
+A process appends a file of less than `SMALL` bytes to another of its files if it can, so a file in `weights/` may also contain
+small arrays of `others/`.
+
+Each shard is hashed and written once per job, by one of the processes that hold it. A reader can use any mesh, and reads only
+the pieces that overlap its shards.
 """
 
 import hashlib
@@ -18,11 +22,15 @@ import attrs
 import jax
 import jax.numpy as jnp
 
-PIECE, FILE = 16 * 2**20, 64 * 2**20
+PIECE, FILE, SMALL = 16 * 2**20, 64 * 2**20, 8 * 2**20
 PREFIXES = ("params.", "variables.", "learner.ema.")
 """Path prefixes of weights: the model's weights and their moving average."""
 Box = tuple[tuple[int, int], ...]
 """Start and end along each axis."""
+
+
+class DamagedError(Exception):
+    """A file is damaged. Callers add the name of the checkpoint."""
 
 
 def is_weight(path: str) -> bool:
@@ -35,7 +43,7 @@ class Piece:
     """A box of an array, stored in a file.
 
     Attributes:
-        file: Name of the file, in the folder of the index.
+        file: Path of the file in the folder `state/`.
         offset: Offset in the file, in bytes.
         start: First index along each axis of the array.
         shape: Size along each axis.
@@ -135,6 +143,12 @@ class BinaryFile:
         self._buffers.append(buffer)
         self.bytes += part.bytes
 
+    def absorb(self, other: "BinaryFile") -> None:
+        """Append the parts of another file, which is not written then."""
+        self._parts += other._parts
+        self._buffers += other._buffers
+        self.bytes += other.bytes
+
     def release(self) -> list[int]:
         """Drop the views of all parts. Return the buffer of each part."""
         self._parts = [attrs.evolve(part, view=None) for part in self._parts]
@@ -158,19 +172,32 @@ class BinaryFile:
 
 
 def render_index(described: Mapping[str, Mapping[str, Any]], files: Sequence[BinaryFile]) -> bytes:
-    """Serialize the index of one process: the shape, dtype, and pieces of its arrays keyed by path."""
+    """Serialize the index of one process.
+
+    Args:
+        described: `shape`, `dtype`, and `cell` (the shape of a shard) of each array that has pieces, by path.
+        files: Files of the process, which are written.
+    """
     arrays: dict[str, Any] = {path: {**info, "pieces": []} for path, info in described.items()}
     for number, file in enumerate(files):
         for path, piece in file.pieces():
             arrays[path]["pieces"].append([number, *piece])
     sizes = [[f.name, f.bytes] for f in files]
-    return json.dumps({"files": sizes, "arrays": arrays}).encode()
+    return json.dumps({"files": sizes, "arrays": arrays}, separators=(",", ":")).encode()
 
 
-def parse_index(data: bytes) -> dict[str, StoredArray]:
-    """Parse an index. Raise `ValueError`, `KeyError`, or `TypeError` if it is damaged."""
+def parse_index(data: bytes, folder: str) -> dict[str, StoredArray]:
+    """Parse the index of one process in format 3.
+
+    Args:
+        data: Content of the index.
+        folder: Folder of the index and its files in `state/`, with a trailing `/`.
+
+    Raises:
+        ValueError, KeyError, TypeError: If the index is damaged.
+    """
     body = json.loads(data)
-    names = [name for name, _ in body["files"]]
+    names = [f"{folder}{name}" for name, _ in body["files"]]
     return {
         path: StoredArray(
             path,
@@ -186,9 +213,10 @@ def parse_index(data: bytes) -> dict[str, StoredArray]:
 
 
 def merge_indices(indices: Sequence[Mapping[str, StoredArray]]) -> dict[str, StoredArray]:
-    """Merge the indices of all processes."""
-    merged: dict[str, StoredArray] = {}
+    """Merge the indices of all processes in format 3."""
+    pieces: dict[str, list[Piece]] = {}
+    arrays: dict[str, StoredArray] = {}
     for path, array in (item for index in indices for item in index.items()):
-        earlier = merged.get(path)
-        merged[path] = attrs.evolve(earlier, pieces=earlier.pieces + array.pieces) if earlier else array
-    return merged
+        arrays[path] = array
+        pieces.setdefault(path, []).extend(array.pieces)
+    return {path: attrs.evolve(array, pieces=tuple(pieces[path])) for path, array in arrays.items()}

@@ -1,13 +1,13 @@
 """Convert between training states and the arrays of a checkpoint."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_core.checkpoint.barrier import gather_objects
+from axlearn_core.checkpoint.barrier import name_processes, reduce_objects
 from axlearn_core.checkpoint.manifest import ArrayInfo
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.errors import CheckpointError, WorkError, nearest
@@ -124,9 +124,12 @@ def agree(local_error: Exception | None, cause: BaseException | None, failure: s
         failure: Error message on the other processes, which continues with `on process N`.
     """
     if jax.process_count() > 1:
-        flags = gather_objects(local_error is not None, "checkpoint")
-        if local_error is None and any(flags):
-            failed = ", ".join(str(i) for i, flag in enumerate(flags) if flag)
+        failed = reduce_objects(local_error is not None, _name_failed, "checkpoint")
+        if local_error is None and failed:
             raise WorkError(f"{failure} on process {failed}; see its error")
     if local_error is not None:
         raise local_error from (cause if cause is not local_error else None)
+
+
+def _name_failed(flags: Sequence[bool]) -> str:
+    return name_processes([process for process, flag in enumerate(flags) if flag])

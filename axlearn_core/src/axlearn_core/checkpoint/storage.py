@@ -30,6 +30,15 @@ class LocalStorage:
     def __init__(self, root: Path | str):
         self.root = Path(root)
 
+    def list_names(self, folder: str = "") -> list[str]:
+        """Return the names of the files and folders directly in a folder."""
+        try:
+            return sorted(os.listdir(self._locate(folder)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise self._error(folder, error) from error
+
     def list(self, prefix: str = "") -> list[StoredFile]:
         """Return all files whose path starts with `prefix`."""
         parent, _, start = prefix.rpartition("/")
@@ -118,8 +127,8 @@ class LocalStorage:
         if end.exists():
             raise StorageError(f"{end} already exists")
         try:
-            for folder in (*(p for p in begin.rglob("*") if p.is_dir()), begin):
-                sync_path(folder)
+            for folder, _, _ in os.walk(begin, topdown=False):
+                sync_path(Path(folder))
             end.parent.mkdir(parents=True, exist_ok=True)
             begin.rename(end)
             sync_path(end.parent)

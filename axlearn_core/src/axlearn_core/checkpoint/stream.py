@@ -3,7 +3,7 @@
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from axlearn_core.checkpoint.manifest import STATE, WEIGHTS
-from axlearn_core.checkpoint.shards import Box, Piece, StoredArray, merge_indices, parse_index
+from axlearn_core.checkpoint.manifest import NON_WEIGHTS, STATE, WEIGHTS, Manifest
+from axlearn_core.checkpoint.piece_index import IndexReader
+from axlearn_core.checkpoint.shards import Box, DamagedError, Piece, StoredArray, merge_indices, parse_index
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import StorageError
 
@@ -22,34 +23,68 @@ ALIGNMENT = 64
 """Alignment, in bytes, of host buffers that JAX can use on CPUs without a copy."""
 
 
-class DamagedError(Exception):
-    """A file is damaged. Callers add the name of the checkpoint."""
-
-
-def read_index(
-    storage: Storage, root: str, files: Mapping[str, Mapping[str, Any]], folder: str = WEIGHTS
-) -> dict[str, StoredArray]:
-    """Read the index of a folder in a checkpoint. Return the folder's arrays keyed by path.
+class ArrayIndex:
+    """Finds the pieces of a checkpoint's arrays, in format 3 or 4.
 
     Args:
         storage: Storage of the checkpoint.
         root: Folder of the checkpoint, with a trailing `/`.
-        files: Files that the checkpoint's manifest lists.
-        folder: `WEIGHTS` or `NON_WEIGHTS`.
-
-    Raises:
-        DamagedError: If an index is damaged.
+        manifest: Manifest of the checkpoint.
     """
-    indices = []
-    for name in sorted(n for n in files if n.startswith(folder) and n.endswith(".json")):
+
+    def __init__(self, storage: Storage, root: str, manifest: Manifest):
+        self.storage, self.root, self.manifest = storage, root, manifest
+        self._reader = None if manifest.index is None else IndexReader(storage, root, manifest.index)
+        self._listed: dict[str, dict[str, StoredArray]] = {}
+
+    def find(self, boxes: Mapping[str, Collection[Box]]) -> dict[str, StoredArray]:
+        """Return arrays with at least the pieces that overlap some boxes.
+
+        Args:
+            boxes: Boxes by stored path. Arrays that the checkpoint does not contain are skipped.
+
+        Raises:
+            DamagedError: If an index is damaged.
+        """
+        if self._reader is not None:
+            return self._reader.find(boxes)
+        arrays: dict[str, StoredArray] = {}
+        for folder in (WEIGHTS, NON_WEIGHTS):
+            if missing := boxes.keys() - arrays.keys():
+                index = self._read_folder(folder)
+                arrays |= {path: index[path] for path in sorted(missing) if path in index}
+        return arrays
+
+    def find_all(self) -> dict[str, StoredArray]:
+        """Return all arrays with all pieces. Raise `DamagedError` if an index is damaged."""
+        if self._reader is not None:
+            return self._reader.find_all()
+        return self._read_folder(WEIGHTS) | self._read_folder(NON_WEIGHTS)
+
+    def _read_folder(self, folder: str) -> dict[str, StoredArray]:
+        """Read the indices of all processes in format 3."""
+        if folder not in self._listed:
+            names = sorted(n for n in self.manifest.files if n.startswith(folder) and n.endswith(".json"))
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+                self._listed[folder] = merge_indices(list(pool.map(self._read_listed, names)))
+        return self._listed[folder]
+
+    def _read_listed(self, name: str) -> dict[str, StoredArray]:
         try:
-            data = storage.read(f"{root}{name}")
+            data = self.storage.read(f"{self.root}{name}")
         except StorageError as error:
             raise DamagedError(f"{name}: {str(error).splitlines()[0]}") from error
-        if (digest := hashlib.sha256(data).hexdigest()) != files[name]["sha256"]:
-            raise DamagedError(f"{name}: got sha256 {digest[:16]}, expected {files[name]['sha256'][:16]}")
-        indices.append(parse_index(data))
-    return merge_indices(indices)
+        expected = self.manifest.files[name]["sha256"]
+        if (digest := hashlib.sha256(data).hexdigest()) != expected:
+            raise DamagedError(f"{name}: got sha256 {digest[:16]}, expected {expected[:16]}")
+        return parse_index(data, name.removeprefix(f"{STATE}/").rpartition("/")[0] + "/")
+
+
+def local_boxes(sharding: Sharding | None, shape: Sequence[int]) -> dict[Any, Box]:
+    """Return the box of an array on each device of this process. A sharding of None means the default device."""
+    sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])
+    indices = sharding.addressable_devices_indices_map(tuple(shape))
+    return {device: _box(index, shape) for device, index in indices.items()}
 
 
 def read_arrays(
@@ -64,7 +99,7 @@ def read_arrays(
 
     Args:
         storage: Storage of the files.
-        folder: Folder of the files, with a trailing `/`.
+        folder: Folder that contains the files of the pieces, with a trailing `/`.
         arrays: Arrays to read.
         shardings: Sharding of each array by path. None means the default device.
         verify: Verify the hash of each piece.
@@ -82,9 +117,25 @@ def read_arrays(
 def _read_array(
     storage: Storage, folder: str, array: StoredArray, sharding: Sharding, pool: ThreadPoolExecutor, verify: bool
 ) -> jax.Array:
-    places = {d: _box(index, array.shape) for d, index in sharding.addressable_devices_indices_map(array.shape).items()}
+    places = local_boxes(sharding, array.shape)
+    data_by_box = read_boxes(storage, folder, array, list(dict.fromkeys(places.values())), pool, verify=verify)
+    kind = sharding.memory_kind
+    shards = [jax.device_put(data_by_box[b], SingleDeviceSharding(d, memory_kind=kind)) for d, b in places.items()]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+
+
+def read_boxes(
+    storage: Storage,
+    folder: str,
+    array: StoredArray,
+    boxes: Sequence[Box],
+    pool: ThreadPoolExecutor,
+    *,
+    verify: bool = True,
+) -> dict[Box, np.ndarray]:
+    """Read boxes of an array to host memory. See `read_arrays`."""
     dtype = jnp.dtype(array.dtype)
-    buffers = [_Buffer(box, _aligned_buffer(_sizes(box), dtype)) for box in dict.fromkeys(places.values())]
+    buffers = [_Buffer(box, _aligned_buffer(_sizes(box), dtype)) for box in boxes]
     copies = [(piece, [b for b in buffers if _overlap(piece.box, b.box) is not None]) for piece in array.pieces]
     read = _Reader(storage, folder, array.path, dtype, verify)
     for _ in pool.map(lambda copy: read(*copy), [copy for copy in copies if copy[1]]):
@@ -93,10 +144,7 @@ def _read_array(
     filled = sum(math.prod(_sizes(box)) for box in overlaps if box is not None)
     if filled != sum(b.data.size for b in buffers):
         raise DamagedError(f"{array.path}: some of its pieces are missing")
-    data_by_box = {b.box: b.data for b in buffers}
-    kind = sharding.memory_kind
-    shards = [jax.device_put(data_by_box[b], SingleDeviceSharding(d, memory_kind=kind)) for d, b in places.items()]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+    return {b.box: b.data for b in buffers}
 
 
 def spread_sharding(sharding: Sharding, shape: Sequence[int]) -> Sharding:
@@ -141,7 +189,7 @@ class _Reader:
         target = _contiguous(piece, buffers)
         data = np.empty(piece.shape, self.dtype) if target is None else target
         view = data.reshape(-1).view(np.uint8).data
-        name = f"{STATE}/{self.folder.rpartition(f'{STATE}/')[2]}{piece.file}"
+        name = f"{STATE}/{piece.file}" if self.folder else piece.file
         try:
             self.storage.read_into(f"{self.folder}{piece.file}", piece.offset, view)
         except StorageError as error:

@@ -1,9 +1,8 @@
 """Save the shards of one process: copy them to host memory, then hash and write them in threads."""
 
-import json
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from axlearn_core.checkpoint.barrier import PEER_SECONDS
-from axlearn_core.checkpoint.manifest import NON_WEIGHTS, STATE, WEIGHTS, describe
+from axlearn_core.checkpoint.manifest import NON_WEIGHTS, STATE, WEIGHTS
 from axlearn_core.checkpoint.shards import (
     FILE,
+    SMALL,
     BinaryFile,
     Part,
     is_weight,
@@ -24,7 +23,6 @@ from axlearn_core.checkpoint.shards import (
     split_shape,
 )
 from axlearn_core.contracts.storage import Storage
-from axlearn_core.errors import StorageError
 
 
 class HostBuffers:
@@ -115,8 +113,9 @@ class PartWriter:
         self.process, self.shards = (
             (0, iter_local_shards) if single_process else (jax.process_index(), iter_saved_shards)
         )
-        self.files: dict[str, list[BinaryFile]] = {WEIGHTS: [], NON_WEIGHTS: []}
-        self.described: dict[str, dict[str, Any]] = {WEIGHTS: {}, NON_WEIGHTS: {}}
+        self.files: list[BinaryFile] = []
+        self.described: dict[str, dict[str, Any]] = {}
+        self._counts: Counter[str] = Counter()
         self._open: dict[str, BinaryFile] = {}
         self._full: list[tuple[str, BinaryFile]] = []
         self._futures: list[Future[None]] = []
@@ -132,11 +131,14 @@ class PartWriter:
         if self.buffers.limit is None:
             for _, _, data in shards:
                 data.copy_to_host_async()
-        for path, x in arrays.items():
-            self.described[_kind(path)][path] = {"shape": list(x.shape), "dtype": str(x.dtype)}
+        for path, _, _ in shards:
+            x = arrays[path]
+            cell = x.sharding.shard_shape(x.shape)
+            self.described[path] = {"shape": list(x.shape), "dtype": str(x.dtype), "cell": list(cell)}
         copies = [self._add(path, start, np.asarray(data)) for path, start, data in shards]
         for copied in self.pool.map(lambda copy: np.copyto(*copy), (c for c in copies if c is not None)):
             assert copied is None
+        self._join_small()
         self._flush()
 
     def _add(self, path: str, start: tuple[int, ...], data: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -167,9 +169,9 @@ class PartWriter:
     def _append(self, part: Part, buffer: int) -> None:
         kind = _kind(part.path)
         if kind not in self._open:
-            name = f"{self.process}-{len(self.files[kind])}.bin"
-            self._open[kind] = BinaryFile(name)
-            self.files[kind].append(self._open[kind])
+            self._open[kind] = BinaryFile(f"{kind}{self.process}-{self._counts[kind]}.bin")
+            self._counts[kind] += 1
+            self.files.append(self._open[kind])
         file = self._open[kind]
         file.add(part, buffer)
         if file.bytes >= FILE:
@@ -177,18 +179,30 @@ class PartWriter:
             if self.buffers.limit is not None:
                 self._submit()
 
+    def _join_small(self) -> None:
+        """Append each small file to another file that is not written yet, of the same kind if possible."""
+        for kind in sorted(self._open):  # others before weights
+            file = self._open.get(kind)
+            if file is None or file.bytes >= SMALL:
+                continue
+            full = [f for k, f in reversed(self._full) if k == kind]
+            other_kind = [f for k, f in (*self._open.items(), *self._full) if k != kind]
+            for target in [*full, *other_kind][:1]:
+                target.absorb(file)
+                self.files.remove(self._open.pop(kind))
+
     def _flush(self) -> None:
         self._full += self._open.items()
         self._open.clear()
         self._submit()
 
     def _submit(self) -> None:
-        self._futures += [self.pool.submit(self._write, kind, file) for kind, file in self._full]
+        self._futures += [self.pool.submit(self._write, file) for _, file in self._full]
         self._full.clear()
 
-    def _write(self, kind: str, file: BinaryFile) -> None:
+    def _write(self, file: BinaryFile) -> None:
         try:
-            self.storage.write(f"{self.folder}{kind}{file.name}", self.rate.chunks(file.chunks()))
+            self.storage.write(f"{self.folder}{STATE}/{file.name}", self.rate.chunks(file.chunks()))
         finally:
             for buffer in file.release():
                 self._release(buffer)
@@ -200,54 +214,14 @@ class PartWriter:
             if use[1] == 0:
                 self.buffers.give(self._uses.pop(buffer)[0])
 
-    def finish(self) -> None:
-        """Wait for the files, then write the indices. If this fails, leave the error for process 0 to read."""
-        process = self.process
-        try:
-            errors = [e for f in self._futures if (e := f.exception()) is not None]
-            if errors:
-                raise errors[0]
-            for kind in (WEIGHTS, NON_WEIGHTS):
-                index = render_index(self.described[kind], self.files[kind])
-                self.storage.write(f"{self.folder}{kind}{process}.json", [index])
-        except BaseException as error:
-            if process > 0:
-                self.storage.write(f"{self.folder}{STATE}/{process}.failed", [str(error).encode() or b"?"])
-            raise
+    def finish(self) -> bytes:
+        """Wait for the files. Return the index of this process; see `shards.render_index`."""
+        errors = [e for f in self._futures if (e := f.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return render_index(self.described, self.files)
 
 
 def _kind(path: str) -> str:
-    return WEIGHTS if is_weight(path) else NON_WEIGHTS
-
-
-def collect_parts(storage: Storage, folder: str, processes: int, seconds: float = PEER_SECONDS) -> dict[str, Any]:
-    """Wait until every process has written its part. Return the manifest entries of all files.
-
-    Raises:
-        StorageError: If a process failed or did not finish in time. The message names the process.
-    """
-    deadline, pause = time.monotonic() + seconds, 0.02
-    expected_files = {f"{folder}{NON_WEIGHTS}{p}.json" for p in range(processes)}
-    while processes > 1:
-        paths = {f.path for f in storage.list(f"{folder}{STATE}/")}
-        if failed := sorted(p for p in paths if p.endswith(".failed")):
-            process = failed[0].rpartition("/")[2].removesuffix(".failed")
-            raise StorageError(f"process {process}: {storage.read(failed[0]).decode(errors='replace')}")
-        if expected_files <= paths:
-            break
-        if time.monotonic() > deadline:
-            late = sorted(p for p in range(processes) if f"{folder}{NON_WEIGHTS}{p}.json" not in paths)
-            raise StorageError(f"process {', '.join(map(str, late))} wrote no part within {seconds:g} s")
-        time.sleep(pause)
-        pause = min(2 * pause, 1.0)
-    files: dict[str, Any] = {}
-    for kind in (WEIGHTS, NON_WEIGHTS):
-        for process in range(processes):
-            data = storage.read(f"{folder}{kind}{process}.json")
-            files[f"{kind}{process}.json"] = describe(data)
-            files |= {f"{kind}{name}": {"bytes": size} for name, size in _sizes(data)}
-    return files
-
-
-def _sizes(index: bytes) -> Iterable[tuple[str, int]]:
-    return ((name, size) for name, size in json.loads(index)["files"])
+    """Return the folder of an array's file in `state/`."""
+    return (WEIGHTS if is_weight(path) else NON_WEIGHTS).removeprefix(f"{STATE}/")

@@ -32,6 +32,14 @@ class Storage(Protocol):
         """Return all files whose path starts with `prefix`, sorted by path."""
         ...
 
+    def list_names(self, folder: str = "") -> Sequence[str]:
+        """Return the sorted names of the files and folders directly in a folder, without listing what the folders contain.
+
+        Args:
+            folder: Path that ends in `/`, or empty for the root. It is empty if it does not exist.
+        """
+        ...
+
     def read(self, path: str) -> bytes:
         """Return the contents of a small file."""
         ...

@@ -4,12 +4,12 @@ import hashlib
 import json
 import platform
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from axlearn_core.checkpoint.barrier import PEER_SECONDS, gather_objects
+from axlearn_core.checkpoint.barrier import PEER_SECONDS, reduce_objects
 from axlearn_core.config import Node
 from axlearn_core.config.assets import make_portable
 from axlearn_core.config.flat import flatten
@@ -50,29 +50,41 @@ def check_same_data(facts: Mapping[str, Any]) -> None:
 
 def _compare(facts: Mapping[str, str], name: str, seconds: float = PEER_SECONDS) -> None:
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    digests = gather_objects(digest, f"comparison of {name}", seconds)
+    groups = reduce_objects(digest, _find_differing, f"comparison of {name}", seconds)
+    if groups is None:
+        return
+    # Only one process from the majority and a few of the remaining processes send their configs.
+    majority, senders, differing = groups
+    sent = [jax.process_index(), dict(facts)] if jax.process_index() in (majority, *senders) else None
+    lines = reduce_objects(sent, _describe_differences, f"differences of {name}", seconds)
+    raise RequestError(
+        f"{differing} of {jax.process_count()} processes of this job differ from process {majority} in their {name}\n"
+        + "\n".join(lines)
+        + "\n    fix: start every process with the same command, versions and data; nothing was written"
+    )
+
+
+def _find_differing(digests: Sequence[str]) -> tuple[int, list[int], int] | None:
+    """Return a process of the majority, some processes that differ from it, and their number. None if all are equal."""
     counts = Counter(digests)
     if len(counts) == 1:
-        return
-    # Only one process from the majority and a few of the remaining processes send their configs. Gathering thousands of configs
-    # would take too long.
+        return None
     majority = digests.index(counts.most_common(1)[0][0])
     others = [rank for rank, other in enumerate(digests) if other != digests[majority]]
-    senders = [majority, *others[:SENDERS]]
-    rows = gather_objects(dict(facts) if jax.process_index() in senders else None, f"differences of {name}", seconds)
-    paths = sorted({path for rank in senders for path in rows[rank]})
+    return majority, others[:SENDERS], len(others)
+
+
+def _describe_differences(sent: Sequence[tuple[int, Mapping[str, str]] | None]) -> list[str]:
+    """Return a line for each fact that differs, with the value of each process that sent its facts."""
+    rows = dict(row for row in sent if row is not None)
     lines = []
-    for path in paths:
-        values = {rank: rows[rank].get(path, "(absent)") for rank in senders}
+    for path in sorted({path for row in rows.values() for path in row}):
+        values = {rank: row.get(path, "(absent)") for rank, row in rows.items()}
         if len(set(values.values())) > 1:
             texts = [f"{_shorten(value)} on process {rank}" for rank, value in sorted(values.items())]
             lines.append(f"    {path}: {', '.join(texts)}")
     more = [f"    and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    raise RequestError(
-        f"{len(others)} of {len(digests)} processes of this job differ from process {majority} in their {name}\n"
-        + "\n".join([*lines[:SHOWN], *more])
-        + "\n    fix: start every process with the same command, versions and data; nothing was written"
-    )
+    return [*lines[:SHOWN], *more]
 
 
 def _shorten(text: str, length: int = 80) -> str:

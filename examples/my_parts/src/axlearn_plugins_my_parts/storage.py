@@ -24,6 +24,11 @@ class SqliteStorage:
     def __init__(self, file: Path):
         self.file = file
 
+    def list_names(self, folder: str = "") -> list[str]:
+        """Return the names of the files and folders directly in a folder."""
+        rest = (file.path.removeprefix(folder) for file in self.list(folder))
+        return sorted({path.partition("/")[0] for path in rest})
+
     def list(self, prefix: str = "") -> list[StoredFile]:
         """Return all files whose path begins with `prefix`."""
         files = (StoredFile(*row) for row in self._run("SELECT path, length(data) FROM files ORDER BY path"))

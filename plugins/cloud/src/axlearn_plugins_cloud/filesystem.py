@@ -16,6 +16,7 @@ class FsspecObjects:
 
     def __init__(self, protocol: str, bucket: str):
         self.protocol, self.bucket = protocol, bucket
+        self.batch = 1000
 
     @cached_property
     def files(self) -> Any:
@@ -68,6 +69,15 @@ class FsspecObjects:
         root = f"{self.bucket}/"
         keys = ((name.lstrip("/").removeprefix(root), info["size"]) for name, info in infos.items())
         return ((key, size) for key, size in keys if key.startswith(prefix))
+
+    def list_names(self, folder: str) -> Iterator[str]:
+        """List a folder; see `Objects.list_names`."""
+        try:
+            infos = self._call("ls", folder, detail=True)
+        except MissingObjectError:
+            infos = []
+        names = (info["name"].strip("/") for info in infos)
+        return (name.rpartition("/")[2] for name in names if name != self._name(folder).strip("/"))
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; see `Objects.delete`."""

@@ -20,6 +20,8 @@ T = TypeVar("T")
 class GcsObjects:
     """The objects in a GCS bucket; see `Objects`."""
 
+    batch = 8  # the client deletes one object at a time, so a small batch lets `ObjectStorage` delete in parallel
+
     def __init__(self, bucket: str):
         self.name = bucket
 
@@ -69,6 +71,18 @@ class GcsObjects:
             missing="bucket",
         )
         return ((blob.name, blob.size) for blob in blobs)
+
+    def list_names(self, folder: str) -> Iterator[str]:
+        """List a folder; see `Objects.list_names`."""
+        fields = "items(name),prefixes,nextPageToken"
+
+        def read() -> list[str]:
+            blobs = self.bucket.client.list_blobs(
+                self.bucket, prefix=folder, delimiter="/", fields=fields, timeout=TIMEOUT, retry=None
+            )
+            return [*(blob.name for blob in blobs), *blobs.prefixes]  # `prefixes` is filled while the pages are read
+
+        return (name.removeprefix(folder).rstrip("/") for name in self._call(read, missing="bucket"))
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; see `Objects.delete`."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import TypeVar
 
 from axlearn_core.contracts.storage import MARKER, StoredFile
@@ -16,6 +17,10 @@ from axlearn_plugins_cloud.objects import MissingObjectError, Objects, RefusedEr
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 ATTEMPTS = 10
+RETRIES, EARNED = 200, 10
+"""Number of retries that a process may make in total, and number of successful requests that allow one more.
+
+The retries in a job are therefore at most a tenth of its requests, plus a constant for each process."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 20.0
 """Seconds between attempts. The pause doubles each time, with random jitter, so that processes do not retry in lockstep."""
 
@@ -34,12 +39,20 @@ class ObjectStorage:
 
     def __init__(self, objects: Objects, uri: str, prefix: str):
         self.objects, self.uri, self.prefix = objects, uri.rstrip("/"), prefix
+        self._retries = _Retries()
 
     def list(self, prefix: str = "") -> builtins.list[StoredFile]:
         """Return all files whose path starts with `prefix`."""
         root = self._key("")
         objects = self._attempt(f"{self.uri}/{prefix}", lambda: builtins.list(self.objects.list(root + prefix)))
         return sorted(StoredFile(key.removeprefix(root), size) for key, size in objects if not key.endswith("/"))
+
+    def list_names(self, folder: str = "") -> builtins.list[str]:
+        """Return the names of the files and folders directly in a folder."""
+        key = self._key(folder)
+        key = key if not key or key.endswith("/") else f"{key}/"
+        names = self._attempt(f"{self.uri}/{folder}", lambda: builtins.list(self.objects.list_names(key)))
+        return sorted({name for name in names if name})
 
     def read(self, path: str) -> bytes:
         """Return the content of a file."""
@@ -79,13 +92,13 @@ class ObjectStorage:
 
     def commit(self, source: str, target: str) -> None:
         """Commit a folder. If `source` differs from `target`, copy it within the store, `MARKER` last, then delete it."""
-        files = self.list(f"{source}/")
-        if not files:
+        if not self.list_names(f"{source}/"):
             raise MissingFileError(f"{self.uri}/{source} has no files")
         if source == target:
             return
-        if self.list(f"{target}/"):
+        if self.list_names(f"{target}/"):
             raise StorageError(f"{self.uri}/{target} already exists")
+        files = self.list(f"{source}/")
         names = [f.path.removeprefix(f"{source}/") for f in files]
 
         def copy(name: str) -> None:
@@ -115,9 +128,12 @@ class ObjectStorage:
         )
 
     def _delete(self, paths: builtins.list[str]) -> None:
-        for begin in range(0, len(paths), 1000):  # S3's limit per call
-            keys = [self._key(p) for p in paths[begin : begin + 1000]]
-            self._attempt(f"{self.uri}/{paths[begin]}", lambda keys=keys: self.objects.delete(keys))
+        def delete(begin: int) -> None:
+            keys = [self._key(p) for p in paths[begin : begin + self.objects.batch]]
+            self._attempt(f"{self.uri}/{paths[begin]}", lambda: self.objects.delete(keys))
+
+        with ThreadPoolExecutor(8) as pool:
+            builtins.list(pool.map(delete, range(0, len(paths), self.objects.batch)))
 
     def _key(self, path: str) -> str:
         if path.startswith("/") or ".." in path.split("/"):
@@ -133,7 +149,9 @@ class ObjectStorage:
         """
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return call()
+                result = call()
+                self._retries.earn()
+                return result
             except MissingObjectError:
                 raise MissingFileError(f"{name} does not exist") from None
             except RefusedError as error:
@@ -143,6 +161,11 @@ class ObjectStorage:
                     raise StorageError(
                         f"{name}: {error} ({ATTEMPTS} attempts; the store may be down or the endpoint wrong)"
                     ) from error
+                if not self._retries.take():
+                    raise StorageError(
+                        f"{name}: {error} (not retried: {RETRIES} of this process's requests were retried, which is the limit; "
+                        "the store may be overloaded)"
+                    ) from error
                 pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempt - 1)) * (0.5 + random.random() / 2)
                 level = logging.WARNING if attempt >= 4 else logging.INFO
                 log.log(
@@ -150,3 +173,26 @@ class ObjectStorage:
                 )
                 time.sleep(pause)
         raise AssertionError
+
+
+class _Retries:
+    """Counts the retries that all threads of a storage may still make."""
+
+    def __init__(self) -> None:
+        self._left, self._successes = RETRIES, 0
+        self._lock = Lock()
+
+    def take(self) -> bool:
+        """Use a retry. Return False if none is left."""
+        with self._lock:
+            if self._left == 0:
+                return False
+            self._left -= 1
+            return True
+
+    def earn(self) -> None:
+        """Count a successful request."""
+        with self._lock:
+            self._successes += 1
+            if self._successes % EARNED == 0:
+                self._left = min(RETRIES, self._left + 1)

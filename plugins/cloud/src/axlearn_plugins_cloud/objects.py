@@ -29,7 +29,12 @@ class Objects(Protocol):
     """The objects in one bucket. Implementations must be thread-safe.
 
     Calls raise `MissingObjectError`, `TransientError` or `RefusedError`. They do not retry.
+
+    Attributes:
+        batch: Maximum number of keys in a call of `delete`.
     """
+
+    batch: int
 
     def put(self, key: str, data: bytes) -> None:
         """Write a whole object."""
@@ -49,6 +54,10 @@ class Objects(Protocol):
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield (key, size) of each object whose key starts with `prefix`."""
+        ...
+
+    def list_names(self, folder: str) -> Iterator[str]:
+        """Yield the name of each object and folder directly in a folder, whose key is empty or ends in `/`."""
         ...
 
     def delete(self, keys: Sequence[str]) -> None:

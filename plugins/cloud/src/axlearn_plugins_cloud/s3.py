@@ -35,6 +35,8 @@ _session_lock = Lock()
 class S3Objects:
     """The objects in an S3 bucket; see `Objects`."""
 
+    batch = 1000
+
     def __init__(self, bucket: str):
         self.bucket = bucket
 
@@ -68,10 +70,20 @@ class S3Objects:
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """List objects; see `Objects.list`."""
+        for page in self._list_pages(Prefix=prefix):
+            yield from ((item["Key"], item["Size"]) for item in page.get("Contents", ()))
+
+    def list_names(self, folder: str) -> Iterator[str]:
+        """List a folder; see `Objects.list_names`."""
+        for page in self._list_pages(Prefix=folder, Delimiter="/"):
+            yield from (item["Key"].removeprefix(folder) for item in page.get("Contents", ()))
+            yield from (item["Prefix"].removeprefix(folder).rstrip("/") for item in page.get("CommonPrefixes", ()))
+
+    def _list_pages(self, **fields: str) -> Iterator[Any]:
         token: dict[str, str] = {}
         while True:
-            page = self._call("list_objects_v2", Prefix=prefix, **token)
-            yield from ((item["Key"], item["Size"]) for item in page.get("Contents", ()))
+            page = self._call("list_objects_v2", **fields, **token)
+            yield page
             if not page.get("IsTruncated"):
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from axlearn_core.checkpoint.base import WEIGHTS_ONLY, StorageCheckpointer
-from axlearn_core.checkpoint.manifest import NON_WEIGHTS, STATE, WEIGHTS, ArrayInfo, Checkpoints, Manifest
+from axlearn_core.checkpoint.manifest import NON_WEIGHTS, STATE, WEIGHTS, ArrayInfo, Checkpoints, Index, Manifest
 from axlearn_core.checkpoint.retention import rank_steps
 from axlearn_core.checkpoint.shards import is_weight
 from axlearn_core.checkpoint.state import agree
@@ -192,7 +192,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
         if not any(file.path.endswith(FAILED) for file in files):  # see `mark_failure`
             super()._discard(folder)
 
-    def _collect_files(self, folder: str) -> dict[str, dict[str, Any]]:
+    def _collect_files(self, folder: str) -> tuple[dict[str, dict[str, Any]], Index | None]:
         files = collect_hashes(self.place.storage, folder, jax.process_count())
         listed = {f.path.removeprefix(folder): f.bytes for f in self.place.storage.list(f"{folder}{STATE}/")}
         if {n: f["bytes"] for n, f in files.items()} != listed:
@@ -201,7 +201,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
             for item in ITEMS:
                 if any(n.startswith(item) for n in files) and f"{item}{DATABASE}" not in files:
                     raise StorageError(f"Orbax did not merge the arrays in {item}")
-        return files
+        return files, None
 
     def _verify_step(self, step: int) -> Manifest:
         """Verify the files other than arrays on process 0. All processes raise an error if any is damaged."""

@@ -30,16 +30,20 @@ class ForeignSteps:
 
     def steps(self) -> list[int]:
         """Return the steps with Orbax's files that an `OrbaxCheckpointer` did not write."""
-        files: dict[str, set[str]] = {}
-        for file in self.place.storage.list(self.place.folder):
-            name, _, path = file.path.removeprefix(self.place.folder).partition("/")
-            files.setdefault(name, set()).add(path)
-        return sorted(int(n) for n in files if n.isdecimal() and str(int(n)) == n and self._is_foreign(files[n]))
+        names = self.place.storage.list_names(self.place.folder)
+        return sorted(int(n) for n in names if n.isdecimal() and str(int(n)) == n and self.has(int(n)))
 
     def has(self, step: int) -> bool:
         """Return True if plain Orbax wrote a step."""
-        folder = f"{self.place.folder}{step}/"
-        return self._is_foreign({f.path.removeprefix(folder) for f in self.place.storage.list(folder)})
+        storage, folder = self.place.storage, f"{self.place.folder}{step}/"
+        names = set(storage.list_names(folder))
+        if MANIFEST in names or (STATE in names and METADATA in storage.list_names(f"{folder}{STATE}/")):
+            return False
+        if not isinstance(storage, LocalStorage) and COMMITTED not in names:
+            return False  # Orbax is still saving it, or was interrupted
+        return METADATA in names or any(
+            TREE_METADATA in storage.list_names(f"{folder}{name}/") for name in sorted(names)
+        )
 
     def open(self, step: int) -> "OrbaxTrees":
         """Open the trees of a step."""
@@ -54,13 +58,6 @@ class ForeignSteps:
     def describe(self, step: int) -> Manifest:
         """Return a manifest of the arrays in a step, without files."""
         return Manifest(step, {p: ArrayInfo(p, *info) for p, info in self.arrays(step).items()}, {}, {})
-
-    def _is_foreign(self, files: set[str]) -> bool:
-        if files & {MANIFEST, f"{STATE}/{METADATA}"}:
-            return False
-        if not isinstance(self.place.storage, LocalStorage) and COMMITTED not in files:
-            return False  # Orbax is still saving it, or was interrupted
-        return METADATA in files or any(f.partition("/")[2] == TREE_METADATA for f in files)
 
 
 def locate(place: Checkpoints, path: str) -> str:

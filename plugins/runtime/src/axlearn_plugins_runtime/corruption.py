@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from axlearn_core.checkpoint.barrier import gather_objects
+from axlearn_core.checkpoint.barrier import reduce_objects
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import WorkError, counted
 from axlearn_core.learn.paths import flatten
@@ -71,14 +71,9 @@ class CorruptionCheck(Configurable):
         if self.cfg.rerun:
             problems += _compare_reruns(first, rows)
         replicas = [list(row) for row in rows] if self.cfg.replicas else []
-        facts = gather_objects([socket.gethostname(), problems, replicas], "sdc-check", self.cfg.wait_seconds)
-        differences = [f"process {p} on {host}: {line}" for p, (host, lines, _) in enumerate(facts) for line in lines]
-        differences += compare_replicas([(p, host, row_list) for p, (host, _, row_list) in enumerate(facts)])
-        if differences:
-            report_lines = [
-                *differences[:12],
-                *([f"and {len(differences) - 12} more"] if len(differences) > 12 else []),
-            ]
+        facts = [socket.gethostname(), problems, replicas]
+        report_lines = reduce_objects(facts, _report_differences, "sdc-check", self.cfg.wait_seconds)
+        if report_lines:
             raise WorkError(
                 f"step {step} was computed incorrectly: silent data corruption\n"
                 + "\n".join(f"    {line}" for line in report_lines)
@@ -122,6 +117,14 @@ def compare_replicas(processes: Sequence[tuple[int, str, Sequence[Any]]]) -> lis
             f"{name}: {path}{f'[{place}]' if place else ''} differs from its replicas{among}" for name in names
         ]
     return problems
+
+
+def _report_differences(facts: Sequence[Any]) -> list[str]:
+    """Return at most 13 lines about all processes: their reruns that differ, and their replicas that differ."""
+    differences = [f"process {p} on {host}: {line}" for p, (host, lines, _) in enumerate(facts) for line in lines]
+    differences += compare_replicas([(p, host, row_list) for p, (host, _, row_list) in enumerate(facts)])
+    more = [f"and {len(differences) - 12} more"] if len(differences) > 12 else []
+    return [*differences[:12], *more]
 
 
 def _compare_reruns(first: Sequence[Row], second: Sequence[Row]) -> list[str]:

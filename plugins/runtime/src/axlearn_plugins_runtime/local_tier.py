@@ -23,7 +23,7 @@ import jax
 
 from axlearn_core.checkpoint import LocalStorage, manifest, stream
 from axlearn_core.checkpoint.manifest import Checkpoints, Manifest
-from axlearn_core.checkpoint.shards import Box, StoredArray
+from axlearn_core.checkpoint.shards import Box, DamagedError, StoredArray
 from axlearn_core.errors import CheckpointError, RequestError, StorageError
 
 PART = "part.json"
@@ -101,17 +101,15 @@ class LocalParts:
         pieces: dict[str, dict[Any, Any]] = {}
         arrays: dict[str, StoredArray] = {}
         for part in parts:
-            part_manifest = self.inspect(part)
-            for folder in (manifest.WEIGHTS, manifest.NON_WEIGHTS):
-                try:
-                    index = stream.read_index(self.storage, f"{part.folder}/", part_manifest.files, folder)
-                except stream.DamagedError as error:
-                    raise CheckpointError(f"{self.root / part.folder}: {error}") from error
-                for path, array in index.items():
-                    arrays[path] = array
-                    for piece in array.pieces:
-                        moved = attrs.evolve(piece, file=f"{part.folder}/{folder}{piece.file}")
-                        pieces.setdefault(path, {}).setdefault((piece.start, piece.shape), moved)
+            try:
+                index = stream.ArrayIndex(self.storage, f"{part.folder}/", self.inspect(part)).find_all()
+            except DamagedError as error:
+                raise CheckpointError(f"{self.root / part.folder}: {error}") from error
+            for path, array in index.items():
+                arrays[path] = array
+                for piece in array.pieces:
+                    moved = attrs.evolve(piece, file=f"{part.folder}/{manifest.STATE}/{piece.file}")
+                    pieces.setdefault(path, {}).setdefault((piece.start, piece.shape), moved)
         return {p: attrs.evolve(x, pieces=tuple(pieces[p].values())) for p, x in arrays.items() if p in pieces}
 
     def read(

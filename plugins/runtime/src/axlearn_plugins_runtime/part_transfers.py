@@ -1,8 +1,9 @@
 """Transfers of local-tier parts between machines, over the device links."""
 
 import functools
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -50,28 +51,28 @@ class Transfer:
             start += size
 
 
-def offer_parts(parts: LocalParts, candidates: Sequence[Part], missing: Sequence[Sequence[Need]]) -> list[Any]:
+def offer_parts(parts: LocalParts, candidates: Sequence[Part], missing: Mapping[int, Sequence[Need]]) -> list[Any]:
     """Return this machine's parts that other processes need, as JSON: [process, part, files, [[need, box], ...]]."""
     offers = []
     for part in candidates:
         arrays = parts.index([part])
-        for process, needs in enumerate(missing):
+        for process, needs in missing.items():
             overlaps = [[i, box] for i, need in enumerate(needs) for box in find_overlaps(need, arrays)]
             if overlaps:
                 offers.append([process, attrs.astuple(part), parts.describe(part), overlaps])
     return offers
 
 
-def plan_transfers(missing: Sequence[Sequence[Need]], offers: Sequence[Sequence[Any]]) -> list[Transfer] | None:
+def plan_transfers(missing: Mapping[int, Sequence[Need]], offers: Sequence[Sequence[Any]]) -> list[Transfer] | None:
     """Plan transfers that give every process its missing boxes. Returns None if a box is not offered.
 
     Args:
-        missing: Missing needs of each process.
+        missing: Missing needs by process.
         offers: Offers of each process, from `offer_parts`.
     """
     transfers = []
     load: dict[int, int] = {}
-    for process, needs in enumerate(missing):
+    for process, needs in missing.items():
         covered: list[dict[Box, None]] = [{} for _ in needs]
         relevant = [(len(o[3]), source, o) for source, rows in enumerate(offers) for o in rows if o[0] == process]
         # Prefer the part that covers the most boxes, then the process that sends the fewest bytes.
@@ -87,6 +88,42 @@ def plan_transfers(missing: Sequence[Sequence[Need]], offers: Sequence[Sequence[
         if not all(is_covered(need, list(boxes)) for need, boxes in zip(needs, covered, strict=True)):
             return None
     return transfers
+
+
+def plan_copies(part: Part, rows: Sequence[Sequence[Any]], copies: int) -> list[Transfer]:
+    """Plan transfers of each process's part to other machines.
+
+    Args:
+        part: Part of one process. The parts of the other processes have the same step, attempt and timeline.
+        rows: (machine, files) of each process.
+        copies: Number of copies of each part.
+    """
+    transfers, count = [], len(rows)
+    for source, (machine, files) in enumerate(rows):
+        others = (p % count for p in range(source + 1, source + count))
+        targets = itertools.islice((p for p in others if rows[p][0] != machine), copies)
+        source_part = attrs.evolve(part, process=source)
+        transfers += [Transfer(source, target, source_part, tuple((n, s) for n, s in files)) for target in targets]
+    return transfers
+
+
+def transfers_as_json(transfers: Sequence[Transfer] | None) -> Any:
+    """Encode transfers as JSON."""
+    return None if transfers is None else [attrs.astuple(transfer) for transfer in transfers]
+
+
+def transfers_from_json(rows: Any) -> list[Transfer] | None:
+    """Decode transfers from JSON."""
+    if rows is None:
+        return None
+    return [
+        Transfer(source, target, Part(*part), tuple((n, s) for n, s in files)) for source, target, part, files in rows
+    ]
+
+
+def list_missing(rows: Sequence[Any]) -> list[Any]:
+    """Return the process and the needs of each process that misses anything."""
+    return [[process, needs] for process, needs in enumerate(rows) if needs]
 
 
 def group_rounds(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:

@@ -1,35 +1,41 @@
 """The `tiered` component: checkpoints, and frequent local states on the machines of the job."""
 
+import functools
 import json
 import logging
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from axlearn_core.checkpoint import ShardedCheckpointer, manifest, stream
-from axlearn_core.checkpoint.barrier import gather_objects
+from axlearn_core.checkpoint import ShardedCheckpointer, manifest
+from axlearn_core.checkpoint.barrier import reduce_objects, share_from_first
 from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
+from axlearn_core.checkpoint.piece_index import write_index
+from axlearn_core.checkpoint.shards import DamagedError
 from axlearn_core.checkpoint.state import abstract_arrays, check_same, collect_arrays, describe, rebuild_state
-from axlearn_core.checkpoint.writer import PartWriter, collect_parts
+from axlearn_core.checkpoint.writer import PartWriter
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.errors import AxlearnError, CheckpointError, MissingFileError, WorkError, reason
 from axlearn_core.learn.paths import flatten
 from axlearn_plugins_runtime import part_transfers
 from axlearn_plugins_runtime.local_tier import PART, LocalParts, Part, find_overlaps, is_covered, list_needs
+from axlearn_plugins_runtime.process_max import max_over_processes
 
 log = logging.getLogger(__name__)
 TRIES = 5
 """Number of times to retry a local state after some of its parts were set aside or did not arrive."""
 TIMELINE = ".timeline.json"
 """File next to the checkpoints with the id of the current timeline. Only local parts of this timeline are valid."""
+
+
+CANDIDATES = 64
+"""Maximum number of (step, attempt) pairs that a restore considers."""
 
 
 class LocalTier(Configurable):
@@ -130,13 +136,13 @@ class TieredCheckpointer(ShardedCheckpointer):
     ) -> Part:
         storage = self.parts.storage
         try:
-            writer.finish()
-            files = collect_parts(storage, f"{folder}/", 1)
+            index = write_index(storage, f"{folder}/", [writer.finish()])
+            files: dict[str, Any] = {}
             for name, text in texts.items():
                 storage.write(f"{folder}/{name}", [text.encode()])
                 files[name] = manifest.describe(text.encode())
             created = datetime.now(UTC).isoformat(timespec="seconds")
-            body = Manifest(part.step, arrays, metrics, files, created, self.run)
+            body = Manifest(part.step, arrays, metrics, files, created, self.run, index)
             storage.write(f"{folder}/{manifest.MANIFEST}", [manifest.render(body)])
             storage.commit(folder, part.folder)
         except BaseException:
@@ -161,10 +167,8 @@ class TieredCheckpointer(ShardedCheckpointer):
                 reason(error),
             )
         step = -1 if part is None else part.step
-        steps = np.asarray([step])
-        if jax.process_count() > 1:
-            steps = np.asarray(multihost_utils.process_allgather(steps)).reshape(-1)
-        if wait and part is not None and (steps == step).all():
+        largest, negated = max_over_processes([step, -step]) if jax.process_count() > 1 else (step, -step)
+        if wait and part is not None and largest == -negated:
             self._copy_out(part)
             self._complete = [*self._complete, (part.step, part.attempt)][-self.local.keep :]
             oldest = min(s for s, _ in self._complete)
@@ -175,16 +179,9 @@ class TieredCheckpointer(ShardedCheckpointer):
         count = jax.process_count()
         if not self.local.copies or count == 1:
             return
-        rows = gather_objects(
-            [self._machine(), self.parts.describe(part)], "copy of the local tier", self.local.wait_seconds
-        )
-        transfers = []
-        for source, (machine, files) in enumerate(rows):
-            candidates = [p % count for p in range(source + 1, source + count) if rows[p % count][0] != machine]
-            for target in candidates[: self.local.copies]:
-                source_part = Part(part.step, part.attempt, source, part.timeline)
-                transfers.append(part_transfers.Transfer(source, target, source_part, tuple((n, s) for n, s in files)))
-        part_transfers.send_parts(transfers, self.parts)
+        facts = [self._machine(), self.parts.describe(part)]
+        plan = functools.partial(part_transfers.plan_copies, part, copies=self.local.copies)
+        part_transfers.send_parts(self._reduce_transfers(facts, plan, "copy of the local tier") or [], self.parts)
 
     def _machine(self) -> str:
         """Return an id that is the same for all processes that share a directory."""
@@ -198,7 +195,7 @@ class TieredCheckpointer(ShardedCheckpointer):
             WorkError: A process does not respond within `local.wait_seconds`. The error names the process.
         """
         self.parts.clean()
-        newest = self._gather(self.latest_step() if jax.process_index() == 0 else None, "restore")[0]
+        newest = self._share(self.latest_step() if jax.process_index() == 0 else None, "restore")
         if (restored := self._restore_local(like, -1 if newest is None else newest)) is not None:
             state, extra, step = restored
             self._trusted_until = step + self.local.suspect_steps
@@ -217,7 +214,7 @@ class TieredCheckpointer(ShardedCheckpointer):
             return None
         restored = until - self.local.suspect_steps
         steps = self.steps() if jax.process_index() == 0 else []
-        behind = [s for s in self._gather(steps, "going back")[0] if s <= restored]
+        behind = [s for s in self._share(steps, "going back") if s <= restored]
         if not behind:
             log.warning(
                 "step %d is not finite, %d steps after a local restore; there is no earlier checkpoint to roll back to",
@@ -260,7 +257,7 @@ class TieredCheckpointer(ShardedCheckpointer):
     def _restore_checkpoint(self, like: Any) -> tuple[Any, dict[str, Any], int]:
         """Restore the newest intact checkpoint. Set newer, damaged ones aside."""
         while True:
-            steps = self._gather(self.steps() if jax.process_index() == 0 else [], "restore")[0]
+            steps = self._share(self.steps() if jax.process_index() == 0 else [], "restore")
             if not steps:
                 raise CheckpointError(
                     f"{self.place.name} has no intact checkpoint\n    fix: restore one from a backup, or start over with --restart"
@@ -271,8 +268,7 @@ class TieredCheckpointer(ShardedCheckpointer):
                 return state, extra, steps[-1]
             except (CheckpointError, WorkError) as error:
                 problem = error
-            damaged = self._gather(" is damaged\n" in str(problem), "restore")
-            if not any(damaged):
+            if not self._reduce(" is damaged\n" in str(problem), any, "restore"):
                 raise problem
             if jax.process_index() == 0:
                 aside = f"{steps[-1]}.damaged-{uuid.uuid4().hex[:8]}"
@@ -287,7 +283,7 @@ class TieredCheckpointer(ShardedCheckpointer):
         tries: dict[tuple[int, str], int] = {}
         while True:
             local = [(p.step, p.attempt) for p in self.parts.find() if p.timeline == self._timeline]
-            available = {tuple(c) for row in self._gather(sorted(set(local)), "local restore") for c in row}
+            available = {tuple(c) for c in self._reduce(sorted(set(local)), _newest_candidates, "local restore")}
             candidates = sorted(c for c in available - refused if c[0] > newer_than)
             if not candidates:
                 return None
@@ -310,10 +306,10 @@ class TieredCheckpointer(ShardedCheckpointer):
             try:
                 extra = self.parts.read_extra(parts[0])
                 loaded = self.parts.read(arrays, abstract)
-            except (stream.DamagedError, CheckpointError) as error:
+            except (DamagedError, CheckpointError) as error:
                 problem = str(error)
                 self._set_aside(parts, problem)
-            if not any(self._gather(problem, "local restore")):
+            if not self._reduce(bool(problem), any, "local restore"):
                 log.info("restored step %d from the local tier", step)
                 return rebuild_state(like, names, loaded), extra, step
 
@@ -335,15 +331,16 @@ class TieredCheckpointer(ShardedCheckpointer):
             except CheckpointError as error:
                 problem = str(error)
                 self._set_aside(parts, problem)
-            if any(self._gather(problem, "local restore")):
+            if self._reduce(bool(problem), any, "local restore"):
                 return "again", None
             missing = [n for n in needs if not is_covered(n, find_overlaps(n, arrays))]
-            rows = self._gather(part_transfers.as_json(missing), "local restore")
-            if not any(rows):
+            rows = self._reduce(part_transfers.as_json(missing), part_transfers.list_missing, "local restore")
+            if not rows:
                 return "whole", arrays
-            missing_needs = [part_transfers.from_json(row) for row in rows]
-            offers = self._gather(part_transfers.offer_parts(self.parts, parts, missing_needs), "local restore")
-            transfers = part_transfers.plan_transfers(missing_needs, offers)
+            missing_needs = {process: part_transfers.from_json(row) for process, row in rows}
+            offers = part_transfers.offer_parts(self.parts, parts, missing_needs)
+            plan = functools.partial(part_transfers.plan_transfers, missing_needs)
+            transfers = self._reduce_transfers(offers, plan, "local restore")
             if transfers is None:
                 return "missing", None
             received = part_transfers.send_parts(transfers, self.parts)
@@ -365,12 +362,22 @@ class TieredCheckpointer(ShardedCheckpointer):
             if aside is not None:
                 log.warning("local state of step %d: %s\n    set aside as %s", part.step, problem, aside)
 
-    def _gather(self, value: Any, name: str) -> list[Any]:
-        return gather_objects(value, name, self.local.wait_seconds)
+    def _reduce(self, value: Any, reduce: Callable[[list[Any]], Any], name: str) -> Any:
+        return reduce_objects(value, reduce, name, self.local.wait_seconds)
+
+    def _reduce_transfers(
+        self, value: Any, plan: Callable[[list[Any]], Sequence[part_transfers.Transfer] | None], name: str
+    ) -> list[part_transfers.Transfer] | None:
+        """Plan transfers on process 0 from the values of all processes."""
+        rows = self._reduce(value, lambda values: part_transfers.transfers_as_json(plan(values)), name)
+        return part_transfers.transfers_from_json(rows)
+
+    def _share(self, value: Any, name: str) -> Any:
+        return share_from_first(value, name, self.local.wait_seconds)
 
     def _join(self, timeline: str) -> None:
         """Use process 0's attempt and timeline ids on all processes."""
-        self._attempt, self._timeline = self._gather([uuid.uuid4().hex[:12], timeline], "local tier")[0]
+        self._attempt, self._timeline = self._share([uuid.uuid4().hex[:12], timeline], "local tier")
 
     def _begin_timeline(self) -> None:
         timeline = uuid.uuid4().hex[:12]
@@ -388,3 +395,8 @@ class TieredCheckpointer(ShardedCheckpointer):
             return ""
         except (ValueError, KeyError, TypeError):
             return "damaged"  # matches no part
+
+
+def _newest_candidates(rows: Sequence[Sequence[Sequence[Any]]]) -> list[Any]:
+    """Return the newest distinct (step, attempt) pairs of all processes."""
+    return sorted({tuple(pair) for row in rows for pair in row})[-CANDIDATES:]

@@ -21,13 +21,13 @@ import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from axlearn_core.checkpoint.barrier import gather_objects
+from axlearn_core.checkpoint.barrier import reduce_objects
 from axlearn_core.compose import Program
 from axlearn_core.compose.executables import INDEX, read_facts
 from axlearn_core.compose.identity import program_identity
@@ -95,14 +95,13 @@ class CompiledStep(RunListener):
                 self._is_unfit = True
                 reason = (str(error) or type(error).__name__).splitlines()[0]
                 _log_note(f"the compiled step in {self._folder} was not loaded: {reason}")
-        names = gather_objects(name, "compiled step")
-        self._loaded = bool(name) and set(names) == {name}
-        if not self._loaded:
+        self._loaded = is_loaded = bool(reduce_objects(name, _is_same_name, "compiled step"))
+        if not is_loaded:
             self.program.discard("train", batch)
             self.facts = {}
         elif jax.process_index() == 0:
             _log_note(f"loaded the compiled step from {self._folder}")
-        return self._loaded
+        return is_loaded
 
     def _load_files(self, folder: Path, batch: Mapping[str, Any]) -> None:
         check_private(folder)
@@ -255,3 +254,8 @@ def _user_key() -> bytes:
 def _log_note(text: str) -> None:
     with contextlib.suppress(OSError):
         print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def _is_same_name(names: Sequence[str]) -> bool:
+    """Return True if every process loaded the same files."""
+    return bool(names[0]) and len(set(names)) == 1

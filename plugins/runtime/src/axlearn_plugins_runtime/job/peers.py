@@ -22,7 +22,7 @@ from axlearn_core.run.notices import log_message
 BEAT_SECONDS = 5.0
 LOST_SECONDS = 30.0
 """Seconds without a heartbeat before a process is reported as lost. JAX ends the job later, based on its own heartbeats."""
-_BEATS, _LOST = "axlearn/beats/", "axlearn/lost"
+BEATS, _LOST = "axlearn/beats/", "axlearn/lost"
 _NOTICE = """
 last=
 while IFS= read -r line; do last=$line; done
@@ -87,20 +87,29 @@ class PeerWatch(RunListener):
         self._withdraw_notice()
 
     def _watch(self) -> None:
-        client, number = coordination_client(), 0
-        pause = max(BEAT_SECONDS, jax.process_count() / 200)  # a single process serves all heartbeats
+        client, number, pause = coordination_client(), 0, beat_pause(jax.process_count())
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator is gone; the shell prints the notice
             while True:
                 number += 1
-                beat = f"{number} on {socket.gethostname()} (process {os.getpid()})"
-                client.key_value_set(f"{_BEATS}{self.rank}", beat, allow_overwrite=True)
-                if self.rank == 0:
-                    self._check_beats(client, dict(client.key_value_dir_get(_BEATS)), pause)
-                else:
-                    self._relay_report(client)
+                self.beat(client, number, pause)
                 if self._wait(pause):
-                    client.key_value_set(f"{_BEATS}{self.rank}", "ended", allow_overwrite=True)
+                    client.key_value_set(f"{BEATS}{self.rank}", "ended", allow_overwrite=True)
                     return
+
+    def beat(self, client: Any, number: int, pause: float) -> None:
+        """Send a heartbeat. On process 0, check the heartbeats of the others. Otherwise, print process 0's report.
+
+        Args:
+            client: Client of the coordinator.
+            number: Number of heartbeats that were sent, including this one.
+            pause: Seconds between heartbeats.
+        """
+        text = f"{number} on {socket.gethostname()} (process {os.getpid()})"
+        client.key_value_set(f"{BEATS}{self.rank}", text, allow_overwrite=True)
+        if self.rank == 0:
+            self._check_beats(client, dict(client.key_value_dir_get(BEATS)), pause)
+        else:
+            self._relay_report(client)
 
     def _wait(self, seconds: float) -> bool:
         """Wait and keep the notice up to date. Return True if the watch was closed."""
@@ -168,6 +177,11 @@ class PeerWatch(RunListener):
                 notice.stdin.write("\n")
                 notice.stdin.close()
             notice.wait(10)
+
+
+def beat_pause(processes: int) -> float:
+    """Return the seconds between heartbeats. One process receives all of them."""
+    return max(BEAT_SECONDS, processes / 200)
 
 
 def peer_watch(session: Any) -> PeerWatch:

@@ -4,7 +4,6 @@ import signal
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
 from axlearn_core.contracts.capabilities import FollowsTraining
@@ -13,6 +12,7 @@ from axlearn_core.run.events import RunListener
 from axlearn_core.run.notices import log_message
 from axlearn_plugins_runtime.job.input_failure import LookAhead, StopAgreement
 from axlearn_plugins_runtime.job.signals import InputWaitEnded, StopSignals
+from axlearn_plugins_runtime.process_max import max_over_processes
 
 
 class EarlyStop(RunListener):
@@ -70,7 +70,7 @@ class EarlyStop(RunListener):
                 return True
             if run.step % run.log_every_steps:
                 return False
-            signal_number = int(multihost_utils.process_allgather(np.asarray(signal_number or 0)).max()) or None
+            signal_number = max_over_processes([signal_number or 0])[0] or None
         run.stop_signal = run.stop_signal or signal_number
         return run.stop_signal is not None
 

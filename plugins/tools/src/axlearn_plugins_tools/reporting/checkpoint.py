@@ -80,7 +80,7 @@ def inspect(run_dir: str, step: int | None, verify: bool, as_json: bool) -> None
         return
     verified = "; all files match their hashes" if verify else ""
     files = (
-        f", {_size(manifest.bytes)} in {counted(len(manifest.files), 'file')}"
+        f", {_size(manifest.bytes)} in {counted(manifest.num_files, 'file')}"
         if manifest.files
         else "; without a manifest"
     )

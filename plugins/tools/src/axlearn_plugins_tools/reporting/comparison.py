@@ -387,7 +387,8 @@ def _compare_checkpoint_files(first: Run, second: Run) -> Checkpoints:
 def has_same_arrays(first: Manifest, second: Manifest) -> bool:
     """Return True if the array files have equal hashes. Equal arrays may still be stored in different files."""
     files = [{n: f for n, f in m.files.items() if n.startswith(f"{STATE}/")} for m in (first, second)]
-    return first.arrays == second.arrays and bool(files[0]) and files[0] == files[1]
+    has_hashes = first.index is not None or bool(files[0])
+    return first.arrays == second.arrays and has_hashes and files[0] == files[1] and first.index == second.index
 
 
 def diff_positions(first: Run, second: Run, step: int) -> list[Difference]:
