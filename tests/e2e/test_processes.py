@@ -152,7 +152,7 @@ def test_a_lost_process_is_one_line(tmp_path, rank):
     errors = processes[1 - rank].communicate(timeout=300)[1]
     (line,) = [text for text in errors.splitlines() if text.startswith("error: process ")]
     assert f"process {rank} " in line
-    says = "has sent no heartbeat since" if rank else "process 1 lost process 0 at 127.0.0.1:"
+    says = "has sent no heartbeat since" if rank else "process 1 lost its connection to process 0 at 127.0.0.1:"
     assert says in line
     assert re.search(r"\d\d:\d\d:\d\d UTC", line)
     assert re.search(rf"newest checkpoint: step \d+ of {run}; to resume: `axlearn train quickstart ", line)

@@ -109,7 +109,7 @@ def test_a_process_that_ends_in_order_says_nothing(job, capfd):
     time.sleep(0.5)
     second.close()
     assert lines == []
-    assert "lost process 0" not in capfd.readouterr().err
+    assert "lost its connection" not in capfd.readouterr().err
 
 
 def test_below_a_supervisor_nothing_is_watched(job, monkeypatch):
