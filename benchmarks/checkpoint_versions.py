@@ -58,7 +58,7 @@ one.close()
 
 
 class Job:
-    """Processes that save and restore whenever they are told to."""
+    """A job whose processes save and restore once for each command."""
 
     def __init__(self, source, processes, megabytes, directory):
         with socket.socket() as free:
