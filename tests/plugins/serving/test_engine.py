@@ -156,12 +156,12 @@ def test_new_weights_are_used_and_old_blocks_are_not():
 class Pattern:
     """A constraint to a list of allowed sets, after which the output is complete."""
 
-    def __init__(self, *allowed, fail=None):
-        self.allowed, self.accepted, self.fail = allowed, [], fail
+    def __init__(self, *allowed, fail=None, error=ValueError):
+        self.allowed, self.accepted, self.fail, self.error = allowed, [], fail, error
 
     def mask(self):
         if self.fail == "mask":
-            raise ValueError("no such schema")
+            raise self.error("no such schema")
         mask = np.zeros(-(-VOCABULARY // 32), np.uint32)
         for token in self.allowed[len(self.accepted)]:
             mask[token // 32] |= np.uint32(1 << (token % 32))
@@ -171,7 +171,7 @@ class Pattern:
         assert token in self.allowed[len(self.accepted)]
         self.accepted.append(token)
         if self.fail == len(self.accepted):
-            raise ValueError("cannot go on")
+            raise self.error("cannot go on")
         return len(self.accepted) == len(self.allowed)
 
 
@@ -199,19 +199,21 @@ def test_constraints_in_a_batch_with_other_requests():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "message", "count"),
+    ("pattern", "message", "count", "request_wrong"),
     [
-        (Pattern({1}, fail="mask"), "no such schema", 0),
-        (Pattern(set()), "allows no token", 0),
-        (Pattern({7}, {8}, {9}, fail=2), "cannot go on", 2),
+        (Pattern({1}, fail="mask"), "the constraint failed: no such schema", 0, False),
+        (Pattern({1}, fail="mask", error=RequestError), "no such schema", 0, True),
+        (Pattern(set()), "the constraint allows no token", 0, False),
+        (Pattern({7}, {8}, {9}, fail=2), "the constraint failed: cannot go on", 2, False),
+        (Pattern({7}, {8}, {9}, fail=2, error=RequestError), "cannot go on", 2, True),
     ],
 )
-def test_a_constraint_that_fails_ends_its_request_alone(pattern, message, count):
+def test_a_constraint_that_fails_ends_its_request_alone(pattern, message, count, request_wrong):
     one = engine()
     good = Request(id="good", prompt=(1, 2), sampling=Sampling(temperature=0.0, max_tokens=8, ignore_end=True))
     outputs = run(one, [Request(id="bad", prompt=(1, 2), constraint=pattern), good])
     assert outputs["bad"][-1].finish == "error"
-    assert message in outputs["bad"][-1].error
+    assert (outputs["bad"][-1].error, outputs["bad"][-1].request_wrong) == (message, request_wrong)
     assert len(tokens(outputs["bad"])) == count
     assert len(tokens(outputs["good"])) == 8
 

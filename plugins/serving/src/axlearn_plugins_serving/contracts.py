@@ -106,7 +106,8 @@ class Sampling:
 class Constraint(Protocol):
     """A constraint on the output, such as a JSON schema.
 
-    Each request has its own; the engine calls it between steps.
+    Each request has its own; the engine calls it between steps. If a method raises an exception, the request ends with an error. A
+    `RequestError` means that the request is wrong, such as a grammar that needs too much work for one token.
     """
 
     def mask(self) -> np.ndarray:
@@ -192,6 +193,7 @@ class Output:
         version: Version of the weights that drew `tokens` and `stop_token`; see `Engine.version`.
         cached_tokens: Number of prompt tokens that were already in the cache.
         error: Error message if `finish` is "error".
+        request_wrong: Whether the request is the cause of `error`.
         started: When the request left the queue for the first time, from `time.monotonic`; None if unknown.
         embedding: Embedding of the prompt, float32 [D], if the request embeds.
         records: Records of the tokens by name, if requested; only in the last output. See `RecordsTokens.read_records`.
@@ -207,6 +209,7 @@ class Output:
     version: int = 0
     cached_tokens: int = 0
     error: str | None = None
+    request_wrong: bool = False
     started: float | None = None
     embedding: np.ndarray | None = attrs.field(default=None, eq=False)
     records: Mapping[str, np.ndarray] | None = attrs.field(default=None, eq=False)

@@ -19,6 +19,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.admission import check_request
 from axlearn_plugins_serving.blocks import BlockPool
 from axlearn_plugins_serving.cache import Cache
+from axlearn_plugins_serving.constraint_failure import ConstraintFailure
 from axlearn_plugins_serving.contracts import Output, QueueFullError, Request, Row, Runner, Statistics, SubmittedStep
 from axlearn_plugins_serving.draft_gate import DraftGate
 from axlearn_plugins_serving.drafting import Drafter, DraftsTogether, ModelDrafter, add_drafts, can_draft
@@ -379,9 +380,13 @@ class ServingEngine(Configurable):
         for part in plan.parts:
             state, mask = part.state, None
             if part.sample and state.needs_mask:
-                mask, problem = next_mask(state, self.end_tokens, self.vocab_size)
-                if problem is not None:
-                    outputs.append(Output(id=state.request.id, finish="error", error=problem))
+                mask = next_mask(state, self.end_tokens, self.vocab_size)
+                if isinstance(mask, ConstraintFailure):
+                    outputs.append(
+                        Output(
+                            id=state.request.id, finish="error", error=mask.message, request_wrong=mask.request_wrong
+                        )
+                    )
                     self._remove_request(state)
                     continue
             row = _build_row(part, mask)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from axlearn_plugins_serving.constraint_failure import ConstraintFailure, describe_failure
 from axlearn_plugins_serving.contracts import Constraint, FinishReason, Output, RowResult, TokenLogprobs
 from axlearn_plugins_serving.drafting import accept_draft
 from axlearn_plugins_serving.request_state import RequestState
@@ -51,7 +52,7 @@ def _build_output(state: RequestState, result: RowResult, end_tokens: frozenset[
     sampling, constraint = state.request.sampling, state.request.constraint
     stop_tokens = ending_tokens(sampling, end_tokens)
     finish: FinishReason | None = "length" if state.limit == 0 else None
-    stop_token = error = None
+    stop_token = failure = None
     tokens: list[int] = []
     num_generated = len(state.tokens) - state.prompt_length
     for token in map(int, result.tokens):
@@ -60,8 +61,7 @@ def _build_output(state: RequestState, result: RowResult, end_tokens: frozenset[
             break
         tokens.append(token)
         if constraint is not None:
-            finished, error = _accept(constraint, token)
-            finish = "error" if error else "stop" if finished else None
+            finish, failure = _accept(constraint, token)
         if finish is None and num_generated + len(tokens) >= state.limit:
             finish = "length"
         if finish is not None:
@@ -81,13 +81,14 @@ def _build_output(state: RequestState, result: RowResult, end_tokens: frozenset[
         stop_logprobs=None if logprobs is None or stop_token is None else logprobs[len(tokens)],
         version=version,
         cached_tokens=state.cached_tokens or 0,
-        error=error,
+        error=None if failure is None else failure.message,
+        request_wrong=failure is not None and failure.request_wrong,
         started=state.started,
     )
 
 
-def _accept(constraint: Constraint, token: int) -> tuple[bool, str | None]:
+def _accept(constraint: Constraint, token: int) -> tuple[FinishReason | None, ConstraintFailure | None]:
     try:
-        return constraint.accept(token), None
+        return "stop" if constraint.accept(token) else None, None
     except Exception as error:  # constraints may raise anything; only this request fails
-        return False, f"the constraint failed: {error}"
+        return "error", describe_failure(error)

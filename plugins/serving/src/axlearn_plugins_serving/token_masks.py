@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from axlearn_plugins_serving.constraint_failure import ConstraintFailure, describe_failure
 from axlearn_plugins_serving.contracts import Constraint, Sampling
 from axlearn_plugins_serving.request_state import RequestState
 
@@ -21,8 +22,8 @@ def ending_tokens(sampling: Sampling, end_tokens: frozenset[int]) -> frozenset[i
     return sampling.stop_tokens if sampling.ignore_end else sampling.stop_tokens | end_tokens
 
 
-def next_mask(state: RequestState, end_tokens: frozenset[int], vocab_size: int) -> tuple[np.ndarray | None, str | None]:
-    """Return the mask for a request's next token, or None and an error message.
+def next_mask(state: RequestState, end_tokens: frozenset[int], vocab_size: int) -> np.ndarray | ConstraintFailure:
+    """Return the mask for a request's next token, or why its constraint has none.
 
     A constraint takes precedence: if `min_tokens` and `bad_tokens` leave no token that it allows, only the constraint applies.
 
@@ -34,15 +35,15 @@ def next_mask(state: RequestState, end_tokens: frozenset[int], vocab_size: int) 
     sampling, constraint = state.request.sampling, state.request.constraint
     mask = np.full((-(-vocab_size // 32),), 2**32 - 1, np.uint32)
     if constraint is not None:
-        constrained, problem = _constraint_mask(constraint, vocab_size)
-        if constrained is None:
-            return None, problem
+        constrained = _constraint_mask(constraint, vocab_size)
+        if isinstance(constrained, ConstraintFailure):
+            return constrained
         mask = constrained
     banned = _completing_tokens(sampling.bad_tokens, state.output)
     if state.masks_end:
         banned |= ending_tokens(sampling, end_tokens)
     allowed = _without(mask, banned)
-    return (allowed if allowed.any() else mask), None
+    return allowed if allowed.any() else mask
 
 
 def _completing_tokens(sequences: Iterable[Sequence[int]], output: Sequence[int]) -> set[int]:
@@ -64,14 +65,12 @@ def _without(mask: np.ndarray, tokens: Iterable[int]) -> np.ndarray:
     return mask
 
 
-def _constraint_mask(constraint: Constraint, vocab_size: int) -> tuple[np.ndarray | None, str | None]:
-    """Return the mask of a constraint, or None and an error message."""
+def _constraint_mask(constraint: Constraint, vocab_size: int) -> np.ndarray | ConstraintFailure:
     try:
         mask = constraint.mask()
     except Exception as error:  # constraints may raise anything; only this request fails
-        return None, f"the constraint failed: {error}"
+        return describe_failure(error)
     if mask.shape != (-(-vocab_size // 32),) or mask.dtype != np.uint32:
-        return None, f"the constraint's mask is {mask.dtype}{list(mask.shape)}, expected uint32[{-(-vocab_size // 32)}]"
-    if not mask.any():
-        return None, "the constraint allows no token"
-    return mask, None
+        expected = f"uint32[{-(-vocab_size // 32)}]"
+        return ConstraintFailure(f"the constraint's mask is {mask.dtype}{list(mask.shape)}, expected {expected}")
+    return mask if mask.any() else ConstraintFailure("the constraint allows no token")

@@ -6,7 +6,7 @@ import pytest
 
 from axlearn_plugins_serving.server.anthropic_schemas import MessagesRequest
 from axlearn_plugins_serving.server.api_errors import ApiError, parse_body
-from axlearn_plugins_serving.server.schemas import ChatRequest, ResponseRequest
+from axlearn_plugins_serving.server.schemas import ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest
 
 USER = {"role": "user", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -99,3 +99,22 @@ def test_messages_name_what_models_cannot_read():
     error = reject(ChatRequest, messages=[{"role": "user", "content": [audio]}])
     assert "the message has audio, but this model reads only text" in error.message
     assert "the message has an image" in reject(ResponseRequest, input=[IMAGE]).message
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "path"),
+    [
+        (ChatRequest, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (ChatRequest, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (ChatRequest, {"top_logprobs": 2}, "top_logprobs"),
+        (ChatRequest, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        (CompletionRequest, {"best_of": 2}, "best_of"),
+        (ResponseRequest, {"background": True, "stream": True}, "background"),
+        (TokenizeRequest, {"prompt": "a", "tools": [TOOL]}, "tools"),
+    ],
+)
+def test_errors_about_several_fields_name_one_of_them(model, fields, path):
+    base = {ChatRequest: {"messages": [USER]}, CompletionRequest: {"prompt": "a"}, ResponseRequest: {"input": "a"}}
+    error = reject(model, **{**base.get(model, {}), **fields})
+    assert (error.param, error.code) == (path, "value_error")
+    assert path.rpartition(".")[2] in error.message

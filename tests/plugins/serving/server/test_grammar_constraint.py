@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.parsers.answer_formats import Function
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.constraints import Grammars
@@ -30,14 +31,16 @@ def generate(constraint, text):
 
 def test_an_ambiguous_grammar_fails_early(grammars):
     constraint = grammars.build(GrammarSource("grammar", 'start: a\na: a a | "x" | a a a | ""', "grammar"))
-    with pytest.raises(ValueError, match=r"Current row has .* max is 200") as caught:
+    with pytest.raises(
+        RequestError, match=r"simplify its grammar or schema: .*Current row has .* max is 200"
+    ) as caught:
         generate(constraint, "x" * 400)
     assert "<state>" not in str(caught.value)
 
 
 def test_a_grammar_that_fails_with_the_first_token_is_refused(grammars):
     source = GrammarSource("grammar", "start: " + " | ".join(f'"x" "{i}"' for i in range(250)), "grammar")
-    with pytest.raises(ApiError, match=r"it needs too much work for one token: .* max is 200") as caught:
+    with pytest.raises(ApiError, match=r"it needs too much work for one token; simplify .* max is 200") as caught:
         grammars.build(source)
     assert (caught.value.status, caught.value.param) == (400, "grammar")
 

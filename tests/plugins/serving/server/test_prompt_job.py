@@ -95,11 +95,19 @@ def test_choices_that_did_not_end_were_aborted(job, metrics):
     assert count(metrics.finished) == {"stop": 1, "abort": 1}
 
 
-@pytest.mark.parametrize("failure", [EngineFailedError("lost"), [Output(id="b", finish="error", error="broken")]])
-def test_choices_that_the_engine_could_not_compute_are_errors(job, metrics, failure):
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (EngineFailedError("lost"), 500),
+        ([Output(id="b", finish="error", error="broken")], 500),
+        ([Output(id="b", finish="error", error="too ambiguous", request_wrong=True)], 400),
+    ],
+)
+def test_choices_that_the_engine_could_not_compute_are_errors(job, metrics, failure, status):
     failed = job([Output(id="a", tokens=(65,), finish="stop")], failure)
-    with pytest.raises(ApiError):
+    with pytest.raises(ApiError) as raised:
         asyncio.run(read(failed))
+    assert raised.value.status == status
     failed.close()
     assert count(metrics.finished) == {"stop": 1, "error": 1}
 

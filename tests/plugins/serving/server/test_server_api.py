@@ -467,5 +467,7 @@ def test_a_template_that_fails_is_an_error_of_the_request(template, reason, tmp_
             refused = httpx.post(server.url + path, json=sent)
             error = refused.json()["error"]
             assert (refused.status_code, error["param"], error["code"]) == (400, param, "chat_template")
+            begin = f"{param}: the model's chat template cannot render it: "
+            assert error["message"].startswith(begin)  # without the path of a file on the server
             assert reason in error["message"], error["message"]
             assert error["message"].startswith(f"{param}: ")

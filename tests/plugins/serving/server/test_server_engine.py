@@ -94,3 +94,19 @@ def test_prompts_are_scored_as_they_are_generated(opened):
         )
         top = scored.choices[0].logprobs.top_logprobs[-1]
         assert max(top.values()) == pytest.approx(scored.choices[0].logprobs.token_logprobs[-1])
+
+
+@pytest.mark.slow
+def test_a_grammar_that_exceeds_its_limits_late_is_a_wrong_request(opened):
+    model = opened()
+    grammar = 'start: a\na: a a | "x" | a a a | ""'
+    body = {"prompt": "a", "structured_outputs": {"grammar": grammar}, "min_tokens": 100, "max_tokens": 110}
+    with serving(model.engine, tokenizer=model.tokenizer) as server:
+        refused = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
+        assert "simplify its grammar" in refused.json()["error"]["message"]
+        streamed = httpx.post(server.url + "/v1/completions", json={**body, "stream": True}, timeout=60)
+        assert "simplify its grammar" in streamed.text
+        after = httpx.post(server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 3}, timeout=60)
+        assert after.status_code == 200
+        server.wait_until_idle(30)

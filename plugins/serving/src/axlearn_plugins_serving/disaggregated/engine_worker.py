@@ -105,10 +105,9 @@ class Worker:
         try:
             self.engine.add(request)
         except RequestError as error:
-            if request.id in self._prefills:
-                self.connection.send(Prefilled(request.id, None, str(error)))
-            else:
-                self.connection.send(Report([Output(id=request.id, finish="error", error=str(error))]))
+            failure = Output(id=request.id, finish="error", error=str(error), request_wrong=True)
+            is_prefill = request.id in self._prefills
+            self.connection.send(Prefilled(request.id, None, failure) if is_prefill else Report([failure]))
             return False
         return True
 
@@ -134,7 +133,7 @@ class Worker:
         self._count += 1
         path = self.folder / f"{self.connection.fileno()}-{id(self):x}-{self._count}"
         transfer = write_prefix(self.engine, request.prompt, request.adapter, path)
-        self.connection.send(Prefilled(request.id, transfer, output.error))
+        self.connection.send(Prefilled(request.id, transfer, None if output.error is None else output))
 
 
 def main(descriptor: int) -> int:

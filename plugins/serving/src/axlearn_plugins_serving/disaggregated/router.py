@@ -265,9 +265,9 @@ class RouterEngine:
                 if message.transfer is not None:
                     message.transfer.remove()
                 return []
-            if message.error is not None:
+            if message.failure is not None:
                 self._remove(entry)
-                return [Output(id=message.id, finish="error", error=message.error)]
+                return [message.failure]
             entry.worker, entry.prefilled, entry.transfer = None, True, message.transfer
             self._enqueue(entry)
             return []

@@ -56,12 +56,12 @@ class Prefill:
 class Prefilled:
     """From a worker: the prompt of a request has been computed.
 
-    `error` is set if the request was rejected.
+    `failure` is set if the request was rejected.
     """
 
     id: str
     transfer: Transfer | None
-    error: str | None = None
+    failure: Output | None = None
 
 
 @attrs.frozen

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from axlearn_core.errors import counted, nearest
 
@@ -84,6 +85,11 @@ def draining_error() -> ApiError:
     return ApiError(503, "the server is stopping", code="draining", headers=headers)
 
 
+def unexpected_error() -> ApiError:
+    """Return the error for an exception that the server does not expect."""
+    return ApiError(500, "internal server error; see the server's log", code="internal_error")
+
+
 def parse_body(model: type[T], body: bytes, *, context: int | None = None) -> T:
     """Parse and validate a JSON request.
 
@@ -102,7 +108,7 @@ def parse_body(model: type[T], body: bytes, *, context: int | None = None) -> T:
 
 
 def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
-    problems = error.errors(include_url=False, include_context=False)
+    problems = error.errors(include_url=False)
     first = problems[0]
     if first["type"] == "json_invalid":
         return ApiError(
@@ -122,10 +128,17 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
         message = _sentence(param, dict.fromkeys(p["msg"] for p in alternatives if _path(p["loc"]) == param))
         if first["type"] not in _WITHOUT_VALUE:
             message += f"; got {_truncate_json(first.get('input'))}"
+    param = _path((*first["loc"], *_named_field(first)))
     other_fields = len({p["loc"][:1] for p in problems} - {field})
     if other_fields:
         message += f" (and {counted(other_fields, 'more wrong field')})"
     return ApiError(400, message, param=param or None, code=first["type"])
+
+
+def _named_field(problem: ErrorDetails) -> tuple[str, ...]:
+    """Return the field that `field_error` names, if there is one."""
+    name = problem.get("ctx", {}).get("field")
+    return () if name is None else (name,)
 
 
 def _hint(location: tuple[int | str, ...], model: type[BaseModel]) -> str:

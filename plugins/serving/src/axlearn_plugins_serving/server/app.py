@@ -10,8 +10,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from axlearn_plugins_serving.server import administration, anthropic_messages, endpoints
-from axlearn_plugins_serving.server.api_errors import ApiError
-from axlearn_plugins_serving.server.background import UNEXPECTED
+from axlearn_plugins_serving.server.api_errors import ApiError, unexpected_error
 from axlearn_plugins_serving.server.chat import chat_completions
 from axlearn_plugins_serving.server.completions import completions
 from axlearn_plugins_serving.server.embeddings import embeddings
@@ -133,4 +132,4 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _handle_unexpected(request: HttpRequest, error: Exception) -> Response:
-    return _error_response(request, ApiError(500, UNEXPECTED, code="internal_error"))
+    return _error_response(request, unexpected_error())

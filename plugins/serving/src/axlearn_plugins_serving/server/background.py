@@ -4,12 +4,9 @@ import asyncio
 import contextlib
 from typing import Any, Protocol
 
-from axlearn_plugins_serving.server.api_errors import ApiError
+from axlearn_plugins_serving.server.api_errors import ApiError, unexpected_error
 from axlearn_plugins_serving.server.prompt_job import Job
 from axlearn_plugins_serving.server.server_log import log
-
-UNEXPECTED = "internal server error; see the server's log"
-"""Error of a response that failed for a reason that clients should not see."""
 
 
 class BackgroundAnswer(Protocol):
@@ -35,7 +32,7 @@ class BackgroundAnswer(Protocol):
         """Store the response. Raises `ApiError` if it cannot be stored."""
         ...
 
-    async def fail(self, message: str) -> dict[str, Any]:
+    async def fail(self, error: ApiError) -> dict[str, Any]:
         """Store the response as failed."""
         ...
 
@@ -72,7 +69,7 @@ class BackgroundResponses:
         try:
             await answer.answer()
         except ApiError as error:
-            await answer.fail(error.message)
+            await answer.fail(error)
         except asyncio.CancelledError:
             try:
                 await answer.store(answer.as_json("cancelled"))
@@ -80,7 +77,7 @@ class BackgroundResponses:
                 log.warning("the cancelled response %s is not stored: %s", answer.id, error.message)
         except Exception:
             log.exception("the response %s failed", answer.id)
-            await answer.fail(UNEXPECTED)
+            await answer.fail(unexpected_error())
         finally:
             answer.job.close()
             del self._tasks[answer.id]

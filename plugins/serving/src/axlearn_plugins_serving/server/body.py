@@ -25,6 +25,16 @@ def choose_by_type(*kinds: str) -> Discriminator:
     return Discriminator(read_tag, custom_error_type="unknown_type", custom_error_message=message)
 
 
+def field_error(name: str, message: str) -> PydanticCustomError:
+    """Return the error of a validator of a whole model for one of its fields.
+
+    Args:
+        name: Name of the field.
+        message: A sentence that names the field.
+    """
+    return PydanticCustomError("value_error", "{message}", {"message": message, "field": name})
+
+
 class Body(BaseModel):
     """A request body with strict types, finite numbers and no unknown fields.
 

@@ -10,6 +10,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.parsers.answer_formats import Function
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.conversation import ToolUse
@@ -136,8 +137,8 @@ class Grammars:
         constraint = GrammarConstraint(matcher, self._words, grammar)
         try:
             _try_first_token(constraint.copy())
-        except ValueError as error:
-            raise _grammar_error(f"it needs too much work for one token: {error}", param) from None
+        except RequestError as error:
+            raise _grammar_error(str(error).replace("the constraint", "it", 1), param) from None
         return constraint
 
     @property
@@ -185,7 +186,7 @@ def _limits_of(grammar: str) -> LLParserLimits:
 
 
 def _try_first_token(constraint: GrammarConstraint) -> None:
-    """Accept any token that a constraint allows first. Raises `ValueError` if that exceeds the limits."""
+    """Accept any token that a constraint allows first. Raises `RequestError` if that exceeds the limits."""
     (positions,) = np.nonzero(constraint.mask())
     if positions.size:
         bits = int(constraint.mask()[positions[0]])

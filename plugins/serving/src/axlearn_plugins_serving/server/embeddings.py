@@ -16,6 +16,7 @@ from axlearn_plugins_serving.engine_capabilities import NormalizesEmbeddings
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineStoppingError, Outputs
 from axlearn_plugins_serving.server.http import read_json, respond
+from axlearn_plugins_serving.server.prompt_job import output_error
 from axlearn_plugins_serving.server.schemas import EmbeddingRequest
 from axlearn_plugins_serving.server.service import Service, engine_errors
 
@@ -67,7 +68,7 @@ class _Texts:
                 raise ApiError(status, str(error), code="engine_error") from None
             for output in outputs:
                 if output.embedding is None:
-                    raise ApiError(500, output.error or "the engine ended the request", code="engine_error")
+                    raise output_error(output)
                 arrays[output.id] = self._scale(output.embedding)
         count = sum(len(request.prompt) for request in self.requests)
         self.service.metrics.request_seconds.observe(time.monotonic() - self.began)

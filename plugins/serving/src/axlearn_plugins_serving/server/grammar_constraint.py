@@ -3,6 +3,8 @@
 import numpy as np
 from llguidance import LLMatcher
 
+from axlearn_core.errors import RequestError
+
 
 class GrammarConstraint:
     """A `Constraint` based on a grammar. Call it from a single thread.
@@ -22,7 +24,7 @@ class GrammarConstraint:
         """See `axlearn_plugins_serving.contracts.Constraint`.
 
         Raises:
-            ValueError: The grammar is too ambiguous for the library's limits.
+            RequestError: The grammar is too ambiguous for the library's limits.
         """
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         self._check()
@@ -36,4 +38,7 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(self._matcher.get_error().partition("\n<state>")[0])  # without a dump of the parser
+            reason = self._matcher.get_error().partition("\n<state>")[0]  # without a dump of the parser
+            raise RequestError(
+                f"the constraint needs too much work for one token; simplify its grammar or schema: {reason}"
+            )

@@ -55,6 +55,13 @@ class Delta:
     tokens: tuple[int, ...] = ()
 
 
+def output_error(output: Output) -> ApiError:
+    """Return the error for an output that the engine could not compute."""
+    if output.request_wrong and output.error is not None:
+        return ApiError(400, output.error, code="invalid_request")
+    return ApiError(500, output.error or "the engine ended the request", code="engine_error")
+
+
 class Choice:
     """One continuation of a prompt.
 
@@ -89,7 +96,7 @@ class Choice:
             ApiError: If the engine could not compute the output.
         """
         if output.finish in ("error", "abort"):
-            raise ApiError(500, output.error or "the engine ended the request", code="engine_error")
+            raise output_error(output)
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self.prompt_logprobs += output.prompt_logprobs or ()
         pieces, num_tokens = [], self.tokens

@@ -9,8 +9,7 @@ import attrs
 import pydantic
 
 from axlearn_plugins_serving.server.answer_blocks import AnswerBlocks, Block, Change
-from axlearn_plugins_serving.server.api_errors import ApiError
-from axlearn_plugins_serving.server.background import UNEXPECTED
+from axlearn_plugins_serving.server.api_errors import ApiError, unexpected_error
 from axlearn_plugins_serving.server.conversation import Conversation
 from axlearn_plugins_serving.server.http import event
 from axlearn_plugins_serving.server.logprobs import chat_logprobs
@@ -80,11 +79,11 @@ class ResponseAnswer:
                         for chunk in self._change(change):
                             yield chunk
         except ApiError as error:
-            yield self._event("response.failed", response=await self.fail(error.message))
+            yield self._event("response.failed", response=await self.fail(error))
             return
         except Exception:
             log.exception("the response %s failed", self.id)
-            yield self._event("response.failed", response=await self.fail(UNEXPECTED))
+            yield self._event("response.failed", response=await self.fail(unexpected_error()))
             return
         for change in self._blocks.end():
             for chunk in self._change(change):
@@ -171,14 +170,15 @@ class ResponseAnswer:
             return {**response, "store": False}
         return response
 
-    async def fail(self, message: str) -> dict[str, Any]:
+    async def fail(self, error: ApiError) -> dict[str, Any]:
         """Return the response as failed, and store it if the request says so. It has no output."""
-        response = {**self.as_json("failed"), "error": {"code": "server_error", "message": message}}
+        code = "invalid_prompt" if error.status == 400 else "server_error"
+        response = {**self.as_json("failed"), "error": {"code": code, "message": error.message}}
         if self.body.store:
             try:
                 await self.store(response)
-            except ApiError as error:
-                log.warning("the failed response %s is not stored: %s", self.id, error.message)
+            except ApiError as refusal:
+                log.warning("the failed response %s is not stored: %s", self.id, refusal.message)
         return response
 
     async def store(self, response: dict[str, Any]) -> None:

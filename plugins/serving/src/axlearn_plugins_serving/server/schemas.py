@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from axlearn_plugins_serving.server.body import Body, choose_by_type, tag
+from axlearn_plugins_serving.server.body import Body, choose_by_type, field_error, tag
 from axlearn_plugins_serving.server.early_checks import MAX_ENTRIES, check_context, check_entries, exceeds
 from axlearn_plugins_serving.server.message_schemas import (
     MAX_SCHEMA,
@@ -207,9 +207,9 @@ class SamplingFields(Body):
     @model_validator(mode="after")
     def _check_stream_options(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs a stream: set stream to true")
+            raise field_error("stream_options", "stream_options needs a stream: set stream to true")
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs does not support streams: set stream to false")
+            raise field_error("prompt_logprobs", "prompt_logprobs does not support streams: set stream to false")
         return self
 
     @model_validator(mode="after")
@@ -219,7 +219,7 @@ class SamplingFields(Body):
         if sum(constraint is not None for constraint in constraints) > 1:
             raise ValueError("set only one of response_format, structured_outputs, json_schema and grammar")
         if exceeds(self.json_schema, MAX_SCHEMA):
-            raise ValueError(f"json_schema has more than {MAX_SCHEMA} characters")
+            raise field_error("json_schema", f"json_schema has more than {MAX_SCHEMA} characters")
         return self
 
     @property
@@ -259,7 +259,7 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _check(self) -> "CompletionRequest":
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of must equal n")
+            raise field_error("best_of", "best_of must equal n")
         return self
 
 
@@ -304,10 +304,11 @@ class ChatRequest(SamplingFields):
     @model_validator(mode="after")
     def _check_fields(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: set logprobs to true")
+            raise field_error("top_logprobs", "top_logprobs needs logprobs: set logprobs to true")
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError(
-                "continue_final_message continues the last message, so add_generation_prompt must be false"
+            raise field_error(
+                "continue_final_message",
+                "continue_final_message continues the last message, so add_generation_prompt must be false",
             )
         return self
 
@@ -431,7 +432,7 @@ class ResponseRequest(ResponseInput):
     @model_validator(mode="after")
     def _check_background(self) -> "ResponseRequest":
         if self.background and (not self.store or self.stream):
-            raise ValueError("background: true does not support store: false or stream: true")
+            raise field_error("background", "background: true does not support store: false or stream: true")
         return self
 
 
@@ -501,10 +502,11 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("pass either prompt or messages")
         if self.tools is not None and self.messages is None:
-            raise ValueError("tools need messages: omit tools if there is a prompt")
+            raise field_error("tools", "tools need messages: omit tools if there is a prompt")
         if self.add_special_tokens and self.messages is not None:
-            raise ValueError(
-                "add_special_tokens needs a prompt: the chat template writes the special tokens of messages"
+            raise field_error(
+                "add_special_tokens",
+                "add_special_tokens needs a prompt: the chat template writes the special tokens of messages",
             )
         return self
 

@@ -30,6 +30,7 @@ from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaF
 from axlearn_plugins_serving.server.server_metrics import Metrics
 from axlearn_plugins_serving.server.staged_constraint import StagedConstraint
 from axlearn_plugins_serving.server.text_pool import COUNTED, TextLimit, TextPool
+from axlearn_plugins_transformer.text.chat_template import ChatTemplateError
 from axlearn_plugins_transformer.text.decoding import OutputOptions
 from axlearn_plugins_transformer.text.processor import TextProcessor
 from axlearn_plugins_transformer.text.tokenizers import tokens_beyond
@@ -170,6 +171,9 @@ class Service:
 
         try:
             return await self.text_pool.run(encode, size)
+        except ChatTemplateError as error:  # without the path of the template
+            message = f"{param}: the model's chat template cannot render it: {error.reason}"
+            raise ApiError(400, message, param=param, code="chat_template") from None
         except AxlearnError as error:
             raise ApiError(400, str(error), param=param, code="chat_template") from None
 

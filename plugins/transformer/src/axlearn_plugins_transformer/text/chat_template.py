@@ -75,6 +75,18 @@ class RenderedChat:
     answers: tuple[Span, ...] = ()
 
 
+class ChatTemplateError(InputError):
+    """A chat template cannot render a conversation.
+
+    Attributes:
+        reason: The reason, without the template's file and the name of the conversation.
+    """
+
+    def __init__(self, places: str, reason: str):
+        super().__init__(places + reason)
+        self.reason = reason
+
+
 class ChatTemplate(Configurable):
     """Renders and tokenizes conversations, and marks the assistant's tokens."""
 
@@ -181,7 +193,7 @@ class ChatTemplate(Configurable):
             The text, and the answers that the template marks (`{% generation %}`).
 
         Raises:
-            InputError: The template rejects the conversation, or fails.
+            ChatTemplateError: The template rejects the conversation, or fails.
         """
         messages = normalize_messages(messages)
         variables = {
@@ -195,10 +207,10 @@ class ChatTemplate(Configurable):
             marked = self._render(variables)
         except TemplateFailed as error:
             if error.line is not None:
-                raise InputError(f"{self.name}: line {error.line}: {error}") from None
-            raise InputError(f"{location}: {self.name} cannot render it: {error}") from None
+                raise ChatTemplateError(f"{self.name}: ", f"line {error.line}: {error}") from None
+            raise ChatTemplateError(f"{location}: {self.name} cannot render it: ", str(error)) from None
         except FAILURES as error:
-            raise InputError(f"{location}: {self.name} cannot render it: {error}") from None
+            raise ChatTemplateError(f"{location}: {self.name} cannot render it: ", str(error)) from None
         parts, spans, start = [], [], 0
         for i, piece in enumerate(marked.replace(END, BEGIN).split(BEGIN)):
             parts.append(piece)
