@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from axlearn_core.checkpoint.manifest import NON_WEIGHTS, STATE, WEIGHTS, Manifest
 from axlearn_core.checkpoint.piece_index import IndexReader
+from axlearn_core.checkpoint.piece_reads import PieceReads, place_pieces
 from axlearn_core.checkpoint.shards import Box, DamagedError, Piece, StoredArray, merge_indices, parse_index
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import StorageError
@@ -107,43 +108,49 @@ def read_arrays(
     Raises:
         DamagedError: If a piece is damaged or missing.
     """
-    workers = min(8, os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers) as pool:
-        for path, array in arrays.items():
-            sharding = shardings[path] or SingleDeviceSharding(jax.local_devices()[0])
-            yield path, _read_array(storage, folder, array, sharding, pool, verify)
-
-
-def _read_array(
-    storage: Storage, folder: str, array: StoredArray, sharding: Sharding, pool: ThreadPoolExecutor, verify: bool
-) -> jax.Array:
-    places = local_boxes(sharding, array.shape)
-    data_by_box = read_boxes(storage, folder, array, list(dict.fromkeys(places.values())), pool, verify=verify)
-    kind = sharding.memory_kind
-    shards = [jax.device_put(data_by_box[b], SingleDeviceSharding(d, memory_kind=kind)) for d, b in places.items()]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+    used = {path: shardings[path] or SingleDeviceSharding(jax.local_devices()[0]) for path in arrays}
+    places = {path: local_boxes(used[path], array.shape) for path, array in arrays.items()}
+    boxes = {path: list(dict.fromkeys(by_device.values())) for path, by_device in places.items()}
+    for path, data_by_box in read_boxes(storage, folder, arrays, boxes, verify=verify):
+        kind = used[path].memory_kind
+        shards = [
+            jax.device_put(data_by_box[box], SingleDeviceSharding(device, memory_kind=kind))
+            for device, box in places[path].items()
+        ]
+        yield path, jax.make_array_from_single_device_arrays(arrays[path].shape, used[path], shards)
 
 
 def read_boxes(
     storage: Storage,
     folder: str,
-    array: StoredArray,
-    boxes: Sequence[Box],
-    pool: ThreadPoolExecutor,
+    arrays: Mapping[str, StoredArray],
+    boxes: Mapping[str, Sequence[Box]],
     *,
     verify: bool = True,
+) -> Iterator[tuple[str, dict[Box, np.ndarray]]]:
+    """Yield the path of each array, and its boxes in host memory. See `read_arrays`."""
+    needed = {path: _overlapping_pieces(array, boxes[path]) for path, array in arrays.items()}
+    workers = min(8, os.cpu_count() or 1)
+    with PieceReads(storage, folder, place_pieces(arrays, needed)) as reads, ThreadPoolExecutor(workers) as pool:
+        for path, array in arrays.items():
+            yield path, _read_boxes(_Reader(reads, array, bool(folder), verify), needed[path], boxes[path], pool)
+
+
+def _overlapping_pieces(array: StoredArray, boxes: Sequence[Box]) -> list[Piece]:
+    return [piece for piece in array.pieces if any(_overlap(piece.box, box) is not None for box in boxes)]
+
+
+def _read_boxes(
+    read: "_Reader", pieces: Sequence[Piece], boxes: Sequence[Box], pool: ThreadPoolExecutor
 ) -> dict[Box, np.ndarray]:
-    """Read boxes of an array to host memory. See `read_arrays`."""
-    dtype = jnp.dtype(array.dtype)
-    buffers = [_Buffer(box, _aligned_buffer(_sizes(box), dtype)) for box in boxes]
-    copies = [(piece, [b for b in buffers if _overlap(piece.box, b.box) is not None]) for piece in array.pieces]
-    read = _Reader(storage, folder, array.path, dtype, verify)
-    for _ in pool.map(lambda copy: read(*copy), [copy for copy in copies if copy[1]]):
+    buffers = [_Buffer(box, _aligned_buffer(_sizes(box), read.dtype)) for box in boxes]
+    copies = [(piece, [b for b in buffers if _overlap(piece.box, b.box) is not None]) for piece in pieces]
+    for _ in pool.map(lambda copy: read(*copy), copies):
         pass
     overlaps = [_overlap(piece.box, b.box) for piece, blocks in copies for b in blocks]
     filled = sum(math.prod(_sizes(box)) for box in overlaps if box is not None)
     if filled != sum(b.data.size for b in buffers):
-        raise DamagedError(f"{array.path}: some of its pieces are missing")
+        raise DamagedError(f"{read.array.path}: some of its pieces are missing")
     return {b.box: b.data for b in buffers}
 
 
@@ -177,27 +184,30 @@ class _Buffer:
 
 @attrs.frozen(eq=False)
 class _Reader:
-    """Reads one piece into the buffers that overlap it."""
+    """Reads one piece of an array into the buffers that overlap it."""
 
-    storage: Storage
-    folder: str
-    path: str
-    dtype: Any
+    reads: PieceReads
+    array: StoredArray
+    in_state: bool
     verify: bool
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(self.array.dtype)
 
     def __call__(self, piece: Piece, buffers: Sequence[_Buffer]) -> None:
         target = _contiguous(piece, buffers)
         data = np.empty(piece.shape, self.dtype) if target is None else target
         view = data.reshape(-1).view(np.uint8).data
-        name = f"{STATE}/{piece.file}" if self.folder else piece.file
+        name = f"{STATE}/{piece.file}" if self.in_state else piece.file
         try:
-            self.storage.read_into(f"{self.folder}{piece.file}", piece.offset, view)
+            self.reads.read_into(piece, view)
         except StorageError as error:
             raise DamagedError(f"{name}: {str(error).splitlines()[0]}") from error
         if self.verify and (digest := hashlib.sha256(view).hexdigest()) != piece.sha256:
             end = piece.offset + len(view)
             raise DamagedError(
-                f"{name}: {self.path}, bytes {piece.offset} to {end}: got sha256 {digest[:16]}, "
+                f"{name}: {self.array.path}, bytes {piece.offset} to {end}: got sha256 {digest[:16]}, "
                 f"expected {piece.sha256[:16]}"
             )
         if target is None:

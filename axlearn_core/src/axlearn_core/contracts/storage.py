@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import attrs
 
@@ -87,6 +87,17 @@ class Storage(Protocol):
             StorageError: If the directory is not writable, or if the storage has no directory.
         """
         ...
+
+
+@runtime_checkable
+class JoinsReads(Protocol):
+    """A storage in which a request costs more than the bytes that it reads, such as an object store.
+
+    Attributes:
+        joined_bytes: Reads of fewer bytes are joined with those that follow them in the file.
+    """
+
+    joined_bytes: int
 
 
 class ForeignCheckpoints(Protocol):

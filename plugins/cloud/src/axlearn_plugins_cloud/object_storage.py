@@ -35,7 +35,11 @@ class ObjectStorage:
         objects: Client for the bucket.
         uri: URI of the storage, for use in messages.
         prefix: Prefix of all keys, without surrounding slashes.
+        joined_bytes: See `axlearn_core.contracts.storage.JoinsReads`. Object stores answer after about 0.1 s, and then send about
+            85 MB/s.
     """
+
+    joined_bytes = 8 * 2**20
 
     def __init__(self, objects: Objects, uri: str, prefix: str):
         self.objects, self.uri, self.prefix = objects, uri.rstrip("/"), prefix

@@ -45,6 +45,12 @@ def test_a_save_makes_one_request_for_the_files_of_a_process(costs):
         assert cost.use.written_bytes == 96 * 1024
 
 
+def test_a_restore_reads_the_pieces_of_a_file_with_one_request(costs):
+    """The others are the list of steps, the layout, the manifest, the extra data and the index."""
+    for cost in costs["restore"]:
+        assert cost.use.reads <= 10
+
+
 def test_only_the_coordinator_downloads_what_grows(costs):
     small, large = costs["restore"][0], costs["restore"][-1]
     assert large.use.requests - small.use.requests <= 3

@@ -27,7 +27,10 @@ class SimulatedStorage:
     Attributes:
         files: Files of all processes.
         use: Requests of this process.
+        joined_bytes: Like that of `axlearn_plugins_cloud.object_storage.ObjectStorage`.
     """
+
+    joined_bytes = 8 * 2**20
 
     def __init__(self, files: SimulatedFiles):
         self.files, self.use = files, Use()

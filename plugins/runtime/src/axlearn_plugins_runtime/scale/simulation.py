@@ -88,13 +88,12 @@ class SimulatedCheckpointer(ShardedCheckpointer):
         self.read_extra(step)
         storage, root = self.place.storage, f"{self.place.folder}{step}/"
         index = stream.ArrayIndex(storage, root, checkpoint).find({path: [x.box] for path, x in state.items()})
-        with ThreadPoolExecutor(2) as pool:
-            for path, array in index.items():
-                box = state[path].box
-                (value,) = stream.read_boxes(storage, f"{root}{STATE}/", array, [box], pool).values()
-                expected = state[path].process if state[path].axis is not None else 0
-                if value.size and not (value == expected).all():
-                    raise AssertionError(f"{path}: restored a different value")
+        boxes = {path: [state[path].box] for path in index}
+        for path, values in stream.read_boxes(storage, f"{root}{STATE}/", index, boxes):
+            (value,) = values.values()
+            expected = state[path].process if state[path].axis is not None else 0
+            if value.size and not (value == expected).all():
+                raise AssertionError(f"{path}: restored a different value")
         agree(None, None)
 
 
