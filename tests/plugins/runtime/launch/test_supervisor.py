@@ -277,3 +277,14 @@ def test_attempts_are_counted_on(tmp_path):
     pool = FakePool(2)
     supervisor(tmp_path, pool, 2).run()
     assert pool.starts[0][0] == 8
+
+
+def test_deaths_that_arrive_together_are_summarized(tmp_path):
+    peers = [killed(rank, "peer", "gloo: connection closed") for rank in range(29) if rank != 3]
+    instance = supervisor(tmp_path, FakePool(30, {1: [*peers, killed(3)]}), 29)
+    assert instance.run() == 0
+    reports = [line for line in instance.lines if line.startswith("attempt 1: rank")]
+    assert len(reports) == 8
+    assert "killed by SIGKILL" in reports[0]
+    assert "21 more ranks ended; processes.jsonl lists them" in instance.lines
+    assert len(events(tmp_path, "exited")) == 29 + 29

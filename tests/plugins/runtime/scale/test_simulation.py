@@ -8,7 +8,7 @@ import pytest
 from axlearn_core.checkpoint import piece_index as index_module
 from axlearn_core.errors import CheckpointError
 from axlearn_plugins_runtime.scale import command, cost_report
-from axlearn_plugins_runtime.scale.simulation import PARTS, SimulatedJob, simulate
+from axlearn_plugins_runtime.scale.simulation import LAUNCH, PARTS, SimulatedJob, simulate
 from axlearn_plugins_runtime.scale.storage_models import MODELS, Use
 
 SIZES = (32, 128, 512)
@@ -105,8 +105,15 @@ def test_the_command_names_the_parts_that_run(runner_scale):
     assert "unknown part 'watc'" in result.stderr
     assert "nearest: watch" in result.stderr
     assert "ends in .svg" in runner_scale("--picture", "/nowhere/a.svg", code=2).stderr
-    assert tuple(PARTS) == command.PARTS
+    assert (*PARTS, LAUNCH) == command.PARTS
     assert tuple(MODELS) == command.STORAGES
+
+
+def test_the_launcher_is_a_part(runner_scale):
+    shown = runner_scale("--processes", "80", "--part", "launch").stdout
+    (header,) = [line for line in shown.splitlines() if line.startswith("seconds until")]
+    assert all(event in header for event in ("start", "death of a process", "lost host", "64 lost hosts"))
+    assert "storage:" not in shown
 
 
 @pytest.fixture

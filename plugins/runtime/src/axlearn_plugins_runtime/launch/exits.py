@@ -124,7 +124,12 @@ _RANK = ("request", "infrastructure", "stalled", "data", "user", "preempted", "p
 
 def root_cause(deaths: Iterable[Death]) -> Death | None:
     """Return the death that caused all other deaths, or None if `deaths` is empty."""
-    return min(deaths, key=lambda death: _RANK.index(death.kind), default=None)
+    return min(deaths, key=severity, default=None)
+
+
+def severity(death: Death) -> int:
+    """Return the key that sorts deaths by how likely they are the cause of the others. The most likely one is first."""
+    return _RANK.index(death.kind)
 
 
 DEFAULT_BUDGETS: Mapping[str, int] = {"infrastructure": 1000, "preempted": 1000, "stalled": 10, "data": 3, "user": 1}

@@ -105,8 +105,9 @@ class Hosts:
 
         Hosts with fewer deaths are used first.
         """
-        placed: list[Host | None] = [h if h in ready else None for h in before[:count]]
+        usable = {id(h) for h in ready}
+        placed: list[Host | None] = [h if id(h) in usable else None for h in before[:count]]
         placed += [None] * (count - len(placed))
         used = {id(h) for h in placed if h is not None}
-        free = sorted((h for h in ready if id(h) not in used), key=lambda h: h.deaths)
-        return [h if h is not None else free.pop(0) for h in placed]
+        free = iter(sorted((h for h in ready if id(h) not in used), key=lambda h: h.deaths))
+        return [h if h is not None else next(free) for h in placed]

@@ -1,7 +1,7 @@
 """The hosts of a job as Ray actors: a placement group with one bundle per host and one agent per bundle."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from axlearn_core.errors import RequestError
@@ -11,6 +11,10 @@ from axlearn_plugins_runtime.launch.pool import HostLostError
 from axlearn_plugins_runtime.launch.supervised_job import make_setup
 
 POLL_SECONDS = 5.0
+CHECK_SECONDS = 1.0
+"""Seconds between checks for agents that do not respond."""
+JOIN_SECONDS = 2e-5
+"""Seconds for each host to wait for more events after the first one, because each call looks at the references of all hosts."""
 ANSWER_SECONDS = 15.0
 """Seconds without a response, beyond the requested wait, after which an agent counts as lost."""
 
@@ -33,20 +37,28 @@ class RayPool:
         job: The job to train.
         spread: Place each host on a separate node.
         resources: Ray resources of a bundle.
+        now: Returns the current time in seconds, for simulations.
 
     Raises:
         RequestError: The cluster has too few nodes.
     """
 
-    def __init__(self, ray: Any, job: Job, *, spread: bool, resources: Mapping[str, float]):
+    def __init__(
+        self,
+        ray: Any,
+        job: Job,
+        *,
+        spread: bool,
+        resources: Mapping[str, float],
+        now: Callable[[], float] = time.monotonic,
+    ):
+        self.now, self._checked = now, now()
         self.ray, self.job, self.resources, self.spread = ray, job, dict(resources), spread
         self.count = job.hosts + job.spares
         if spread:
             self._check_nodes()
-        from ray.util.placement_group import placement_group
-
         strategy = "STRICT_SPREAD" if spread else "PACK"
-        self.group = placement_group([dict(resources)] * self.count, strategy=strategy)
+        self.group = ray.util.placement_group([dict(resources)] * self.count, strategy=strategy)
         self.actors: dict[int, Any] = {}
         self._polls: dict[Any, tuple[int, float]] = {}
         self._hosts: dict[Any, int] = {}
@@ -77,10 +89,10 @@ class RayPool:
         """See `Pool`."""
         references = {host: _start(self.actors[host], method, args) for host in hosts if host in self.actors}
         answers: dict[int, Any] = {}
-        end = time.monotonic() + 2 * ANSWER_SECONDS
+        end = self.now() + 2 * ANSWER_SECONDS
         for host, reference in references.items():
             try:
-                answers[host] = self.ray.get(reference, timeout=max(0.0, end - time.monotonic()))
+                answers[host] = self.ray.get(reference, timeout=max(0.0, end - self.now()))
             except self.ray.exceptions.RayActorError as error:
                 self._lose(host, _reason(error))
             except self.ray.exceptions.GetTimeoutError:
@@ -97,21 +109,18 @@ class RayPool:
             return events
         ready, _ = self.ray.wait(references, num_returns=1, timeout=timeout)
         if ready:  # collect all other ready references
-            ready, _ = self.ray.wait(references, num_returns=len(references), timeout=0)
+            pause = JOIN_SECONDS * len(references)
+            ready, _ = self.ray.wait(references, num_returns=len(references), timeout=pause)
         for reference in ready:
             events += self._arrival_events(reference)
-        now = time.monotonic()
-        for reference, (number, since) in list(self._polls.items()):
-            if now - since > POLL_SECONDS + ANSWER_SECONDS and reference in self._polls:
-                self._lose(number, f"its agent did not respond for {now - since:.0f} s")
+        self._lose_silent_agents()
         events, self._lost = events + self._lost, []
         return events
 
     def revive(self, host: int) -> None:
         """See `Pool`."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=host)
+        strategies = self.ray.util.scheduling_strategies
+        place = strategies.PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=host)
         actor = (
             self.ray.remote(RayAgent)
             .options(
@@ -129,13 +138,11 @@ class RayPool:
 
     def close(self) -> None:
         """See `Pool`."""
-        from ray.util.placement_group import remove_placement_group
-
         pending = [actor.close.remote() for actor in self.actors.values()]
         self.ray.wait(pending, num_returns=len(pending), timeout=10)
         for actor in self.actors.values():
             self.ray.kill(actor)
-        remove_placement_group(self.group)
+        self.ray.util.remove_placement_group(self.group)
 
     def _arrival_events(self, reference: Any) -> list[tuple[int, dict[str, Any]]]:
         described = reference in self._hosts
@@ -152,7 +159,16 @@ class RayPool:
         return [(number, {"event": "host", "name": name, "address": result["address"]})]
 
     def _poll(self, number: int) -> None:
-        self._polls[self.actors[number].events.remote(POLL_SECONDS)] = (number, time.monotonic())
+        self._polls[self.actors[number].events.remote(POLL_SECONDS)] = (number, self.now())
+
+    def _lose_silent_agents(self) -> None:
+        now = self.now()
+        if now - self._checked < CHECK_SECONDS:
+            return
+        self._checked = now
+        for reference, (number, since) in list(self._polls.items()):
+            if now - since > POLL_SECONDS + ANSWER_SECONDS and reference in self._polls:
+                self._lose(number, f"its agent did not respond for {now - since:.0f} s")
 
     def _lose(self, number: int, reason: str) -> None:
         actor = self.actors.pop(number, None)

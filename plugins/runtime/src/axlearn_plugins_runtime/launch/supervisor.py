@@ -1,5 +1,6 @@
 """The supervisor of a job: starts attempts, detects failures, and restarts on the remaining hosts."""
 
+import math
 import signal
 import sys
 import time
@@ -11,11 +12,14 @@ import attrs
 
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_runtime.launch.environment import attempt_environment
-from axlearn_plugins_runtime.launch.exits import Death, root_cause
+from axlearn_plugins_runtime.launch.exits import Death, root_cause, severity
 from axlearn_plugins_runtime.launch.failure_limits import Limits, Tally
 from axlearn_plugins_runtime.launch.hosts import Host, Hosts
-from axlearn_plugins_runtime.launch.journal import Journal
+from axlearn_plugins_runtime.launch.journal import PROCESSES, Journal
 from axlearn_plugins_runtime.launch.pool import HostLostError, Pool
+
+REPORTED = 8
+"""Maximum number of deaths to report at a time."""
 
 
 @attrs.define(kw_only=True)
@@ -38,15 +42,19 @@ class Attempt:
         number: Number of the attempt.
         ranks: Processes by rank.
         start_step: Step of the checkpoint that they started from, or None if not known yet.
-        stepping: True once every process has finished a step.
+        num_stepping: Number of processes that have finished a step.
+        has_stepped: True once all of them have.
         last_step: Newest step of any process.
+        checked: When the silence of the processes was checked.
     """
 
     number: int
     ranks: dict[int, _Rank]
     start_step: int | None = None
-    stepping: bool = False
+    num_stepping: int = 0
+    has_stepped: bool = False
     last_step: int = 0
+    checked: float = -math.inf
 
 
 Reduce = Callable[[int], Sequence[str] | None]
@@ -102,6 +110,12 @@ class Supervisor:
             RequestError: The trainers reject the request.
             WorkError: A budget is spent, or too few hosts are left. The message gives the reason.
         """
+        try:
+            return self._run_attempts()
+        finally:
+            self.journal.flush()
+
+    def _run_attempts(self) -> int:
         while True:
             members, words = self._choose_hosts()
             if self.stop_signal is not None:
@@ -203,9 +217,9 @@ class Supervisor:
         deaths: list[Death] = []
         deadline: float | None = None
         while True:
-            for death in self._handle_events(attempt):
-                deaths.append(death)
-                self._report_death(attempt, death)
+            new = self._handle_events(attempt)
+            deaths += new
+            self._report_deaths(attempt, new)
             if death := self._frozen(attempt):
                 return death
             if all(rank.finished for rank in attempt.ranks.values()):
@@ -236,6 +250,7 @@ class Supervisor:
             if handler is None:
                 continue
             deaths += handler(host, attempt, event) or ()
+        self.journal.flush(now=bool(deaths))
         return deaths
 
     def _on_ready(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> None:
@@ -269,13 +284,14 @@ class Supervisor:
         rank = self._rank(attempt, event)
         if rank is None or attempt is None:
             return []
+        attempt.num_stepping += rank.steps == 0 < event["steps"]
         rank.phase, rank.step, rank.steps = event["phase"], event["step"], event["steps"]
         rank.silent, rank.last_event = event["silent"], self.now()
         if rank.phase in ("compile", "input", "step") and attempt.start_step is None:
             attempt.start_step = rank.step - rank.steps
         attempt.last_step = max(attempt.last_step, rank.step)
-        if not attempt.stepping and all(r.steps > 0 for r in attempt.ranks.values()):
-            attempt.stepping = True
+        if attempt.num_stepping == len(attempt.ranks) and not attempt.has_stepped:
+            attempt.has_stepped = True
             reason = f"from step {attempt.start_step}"
             self.journal.write("stepping", attempt=attempt.number, reason=reason)
             for other in self.hosts.all:
@@ -322,7 +338,13 @@ class Supervisor:
         return attempt.ranks.get(event["rank"]) if attempt and event["attempt"] == attempt.number else None
 
     def _frozen(self, attempt: Attempt) -> Death | None:
-        """Return the death of the rank that is furthest behind if ranks exceed the limits of their phases, or None."""
+        """Return the death of the rank that is furthest behind if ranks exceed the limits of their phases, or None.
+
+        Events arrive much more often than limits change, so this looks at all ranks only once per `look_seconds`.
+        """
+        if self.now() - attempt.checked < self.limits.look_seconds:
+            return None
+        attempt.checked = self.now()
         live = {n: r for n, r in attempt.ranks.items() if not r.finished}
         silences = {n: r.silent + self.now() - r.last_event for n, r in live.items()}
         late = {n for n, r in live.items() if silences[n] > self.limits.phase_limit(r.phase, r.steps)}
@@ -369,8 +391,12 @@ class Supervisor:
             self.journal.write("set-aside", attempt=self.number, host=host.name, reason=host.condition)
             self.notify(f"{host.name} is {host.condition}")
 
-    def _report_death(self, attempt: Attempt, death: Death) -> None:
-        self.notify(self._describe(attempt, death))
+    def _report_deaths(self, attempt: Attempt, deaths: Sequence[Death]) -> None:
+        """Report deaths that arrived together, the most likely causes first."""
+        for death in sorted(deaths, key=severity)[:REPORTED]:
+            self.notify(self._describe(attempt, death))
+        if len(deaths) > REPORTED:
+            self.notify(f"{len(deaths) - REPORTED} more ranks ended; {PROCESSES} lists them")
 
     @staticmethod
     def _describe(attempt: Attempt, death: Death) -> str:

@@ -9,7 +9,7 @@ from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import RequestError, nearest
 
 SMALLEST = 64
-PARTS = ("save", "restore", "join", "watch")
+PARTS = ("save", "restore", "join", "watch", "launch")
 STORAGES = ("s3-like", "gcs-like", "lustre-like", "nfs-like")
 
 
@@ -40,7 +40,8 @@ def scale(
 
     Requests and bytes are counted. Seconds follow from a model of the storage. Only a
     sample of the processes runs the code of a save, a restore, a start or a heartbeat;
-    the sample includes process 0, which receives the messages of all processes.
+    the sample includes process 0, which receives the messages of all processes. The
+    part `launch` runs the launcher, with simulated hosts in place of Ray's actors.
     """
     names = parts.split(",")
     for name in names:
@@ -61,7 +62,8 @@ def scale(
     model, sizes = MODELS[storage], _list_sizes(processes)
     costs = []
     for size in sizes:
-        echo(f"simulating {size:,} processes and running {min(sample, size)} of them", err=True)
+        running = "" if names == ["launch"] else f" and running {min(sample, size)} of them"
+        echo(f"simulating {size:,} processes{running}", err=True)
         costs += simulate(names, size, model, arrays=arrays, state_bytes=state_bytes, sample=sample)
     costs.sort(key=lambda cost: names.index(cost.part))
     if path is not None:
@@ -76,7 +78,8 @@ def scale(
         echo(json.dumps(cost_report.as_json(costs, {**facts, "sample": sample}), indent=2))
         return
     echo(cost_report.table(costs))
-    echo(f"\nstorage: {model.title}. {' '.join(model.source.split())}")
+    if names != ["launch"]:
+        echo(f"\nstorage: {model.title}. {' '.join(model.source.split())}")
 
 
 def _list_sizes(processes: int) -> list[int]:

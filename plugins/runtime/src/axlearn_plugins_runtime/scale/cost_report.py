@@ -49,6 +49,22 @@ def _part_table(part: str, costs: Sequence[Cost]) -> str:
     rows += [[f"{c.processes:,}", *(_format(name, value(c)) for name, (_, value) in FIGURES.items())] for c in costs]
     if len(costs) > 1:
         rows.append(["exponent", *(f"{fit_exponent(costs, name):.2f}" for name in FIGURES)])
+    return "\n".join([_align(rows), *_decisions(costs)])
+
+
+def _decisions(costs: Sequence[Cost]) -> list[str]:
+    """Return a table of the seconds of the launcher's decisions, if there are any."""
+    names = list(dict.fromkeys(name for cost in costs for name in cost.decisions))
+    if not names:
+        return []
+    rows = [["seconds until all hosts were told to start after", *names]]
+    for cost in costs:
+        seconds = (cost.decisions.get(name) for name in names)
+        rows.append([f"{cost.processes:,}", *("-" if s is None else f"{s:.3g} s" for s in seconds)])
+    return ["", _align(rows)]
+
+
+def _align(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

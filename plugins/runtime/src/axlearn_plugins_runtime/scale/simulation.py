@@ -1,4 +1,4 @@
-"""Simulate the parts of a job, and count what they cost: saves, restores, the start of a job, and heartbeats.
+"""Simulate the parts of a job, and count what they cost: saves, restores, the start of a job, heartbeats, and the launcher.
 
 Some processes run the real code in threads, with a coordinator and a storage in memory. The other processes only exist as the
 values and files that they would have written. Process 0 always runs, so that its cost includes the whole job.
@@ -25,6 +25,7 @@ from axlearn_plugins_runtime.scale.coordinator import SimulatedCoordinator
 from axlearn_plugins_runtime.scale.sharded_state import SimulatedArray, describe_state, make_state, render_part
 from axlearn_plugins_runtime.scale.simulated_storage import SimulatedFiles, SimulatedStorage
 from axlearn_plugins_runtime.scale.storage_models import StorageModel, Use
+from axlearn_plugins_runtime.scale.supervision import START, supervise_simulated
 
 SAMPLE = 8
 """Number of processes that run the real code."""
@@ -51,6 +52,8 @@ class Cost:
         first_seconds: Modeled seconds of process 0 and the coordinator, without `first_cpu_seconds`.
         first_cpu_seconds: Measured seconds of Python on process 0, with the threads of the other simulated processes.
         first_memory: Measured peak of the memory of process 0 and one other process, in bytes.
+        decisions: Event -> seconds until the launcher has told all hosts to start again. Only for the part `launch`, in which a
+            host is a process and the launcher is the coordinator.
     """
 
     part: str
@@ -65,6 +68,7 @@ class Cost:
     first_seconds: float
     first_cpu_seconds: float
     first_memory: int
+    decisions: Mapping[str, float] = attrs.field(factory=dict)
 
 
 class SimulatedCheckpointer(ShardedCheckpointer):
@@ -213,6 +217,8 @@ PARTS: Mapping[str, Callable[[SimulatedJob], float]] = {
     "watch": lambda job: job.watch(),
 }
 """Functions that run a part of a job, and return the seconds of process 0."""
+LAUNCH = "launch"
+"""Name of the part that simulates the launcher."""
 
 
 def simulate(
@@ -227,7 +233,7 @@ def simulate(
     """Simulate parts of a job.
 
     Args:
-        parts: Names in `PARTS`.
+        parts: Names in `PARTS`, or `LAUNCH`.
         processes: Number of processes.
         model: Model of the storage.
         arrays: Number of sharded arrays in the training state.
@@ -239,7 +245,7 @@ def simulate(
     if {"save", "restore"} & {*parts}:
         job.save(1)
         small.save(1)
-    return [_measure(part, job, small, model) for part in parts]
+    return [_measure_launch(processes) if part == LAUNCH else _measure(part, job, small, model) for part in parts]
 
 
 def _measure(part: str, job: SimulatedJob, small: SimulatedJob, model: StorageModel) -> Cost:
@@ -270,4 +276,23 @@ def _measure(part: str, job: SimulatedJob, small: SimulatedJob, model: StorageMo
         first_seconds=model.seconds(first, 1) + total * MESSAGE_SECONDS / SERVED,
         first_cpu_seconds=cpu_seconds,
         first_memory=memory,
+    )
+
+
+def _measure_launch(hosts: int) -> Cost:
+    result = supervise_simulated(hosts)
+    return Cost(
+        part=LAUNCH,
+        processes=hosts,
+        use=Use(),
+        messages=result.calls,
+        message_bytes=result.job_bytes // hosts,
+        seconds=0.0,
+        first_use=Use(),
+        job_messages=result.job_calls,
+        job_message_bytes=result.job_bytes,
+        first_seconds=max(seconds for event, seconds in result.decisions.items() if event != START),
+        first_cpu_seconds=result.cpu_seconds,
+        first_memory=supervise_simulated(hosts, memory=True).memory,
+        decisions=result.decisions,
     )
