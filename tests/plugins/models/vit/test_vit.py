@@ -160,7 +160,7 @@ def test_shapes_that_the_model_has_no_class_for_are_refused():
     config = ax.resolve("vit-tiny").config
     for classes in (4, 7):
         ax.patch(config, {"model.num_classes": classes}).build_input(config.input, None)
-    with pytest.raises(ConfigError, match="model.num_classes: is 3, less than the 4 shapes of input"):
+    with pytest.raises(ConfigError, match=r"model\.num_classes: is 3, less than the 4 shapes of input"):
         ax.patch(config, {"model.num_classes": 3}).build_input(config.input, None)
 
 
