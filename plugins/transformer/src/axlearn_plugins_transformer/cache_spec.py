@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.sharding import constrain
 
-
 KINDS = ("token", "page", "request")
 """What an item of an array may belong to."""
 

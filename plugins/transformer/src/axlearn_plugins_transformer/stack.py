@@ -24,8 +24,8 @@ from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.alternate import LayerPattern, find_pattern, layer_configs
-from axlearn_plugins_transformer.layer_roles import SequentialRole
 from axlearn_plugins_transformer.cache_spec import check_returned
+from axlearn_plugins_transformer.layer_roles import SequentialRole
 from axlearn_plugins_transformer.stack_layers import (
     KindVariables,
     LayerGroup,
