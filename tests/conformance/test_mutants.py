@@ -11,7 +11,7 @@ from support.paths import ROOT
 
 PLANTED = [
     mutant
-    for module in ("layers", "training", "storage", "running", "serving")
+    for module in ("layers", "recurrent", "training", "storage", "running", "serving")
     for mutant in importlib.import_module(f"support.mutants.{module}").MUTANTS
 ]
 DOCS = ROOT / "docs/testing.md"
@@ -71,11 +71,11 @@ def test_the_same_test_passes_for_the_right_one(mutant, request):
 def _suites():
     from axlearn_plugins_serving import testing as serving
     from axlearn_plugins_transformer.attention_variants.testing import LatentCacheSuite
-    from axlearn_plugins_transformer.testing import KVCacheSuite
+    from axlearn_plugins_transformer.testing import KVCacheSuite, RecurrentSuite
 
     core = [getattr(testing, name) for name in testing.__all__ if name.endswith("Suite")]
     suites = [getattr(serving, name) for name in serving.__all__ if name.endswith("Suite")]
-    return [*core, KVCacheSuite, LatentCacheSuite, *suites]
+    return [*core, RecurrentSuite, KVCacheSuite, LatentCacheSuite, *suites]
 
 
 def _mutants_of(cls):

@@ -110,6 +110,7 @@ def paged():
         "softcap": {"softcap": 0.5},
         "bias": {"bias": LinearBias((0.5, 0.25, 0.125, 0.0625))},
         "sinks": {"sinks": jnp.asarray([3.0, 4.0, 5.0, 2.0])},
+        "log_sum_exp": {"log_sum_exp": True},
         "value_size": {"value_size": H // 2},
         "scales": {"scales": scales},
     }

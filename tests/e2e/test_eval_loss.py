@@ -128,8 +128,8 @@ def evaluated(functions, state, batches):
     step = jax.jit(functions.evaluate, compiler_options=QUICK)
     source = SimpleNamespace(evaluation=lambda: Batches(batches))
     evaluator = LossEvaluator(LossEvaluator.Config(), name="eval", input=source, build_input=None)
-    program = SimpleNamespace(eval_step=step, put=lambda batch: batch)
-    return evaluator.run(SimpleNamespace(state=state, program=program))
+    program = SimpleNamespace(eval_step=step)
+    return evaluator.run(SimpleNamespace(state=state, program=program, put=lambda batch: batch))
 
 
 class Batches:

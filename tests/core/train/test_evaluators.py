@@ -41,8 +41,8 @@ def test_the_loss_is_the_mean_over_at_most_max_batches(limit, expected):
 
     cfg = LossEvaluator.Config(max_batches=limit)
     evaluator = LossEvaluator(cfg, name="eval", input=SimpleNamespace(evaluation=evaluation), build_input=None)
-    program = SimpleNamespace(eval_step=step, put=lambda batch: batch)
-    values = evaluator.run(SimpleNamespace(state=None, program=program))
+    program = SimpleNamespace(eval_step=step)
+    values = evaluator.run(SimpleNamespace(state=None, program=program, put=lambda batch: batch))
     assert numbers == expected
     assert values == {"eval_loss": pytest.approx(sum(numbers) / sum(1 if batch else 3 for batch in numbers))}
     assert all(batches.closed for batches in opened)

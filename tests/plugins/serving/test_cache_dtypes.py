@@ -93,8 +93,13 @@ def test_features_choose_the_layout(feature, dtype):
     assert [cache.store for cache in find(model, PagedCache).values()] == [dtype]
 
 
+def test_two_dtypes_are_refused():
+    with pytest.raises(RequestError, match=r"attention\.kv_cache\.store: cache-fp8 sets the cache's dtype"):
+        resolve("quickstart", with_=["cache-int8", "cache-fp8"])
+
+
 def test_what_they_refuse():
-    with pytest.raises(ConfigError, match="mla caches its latents as computed"):
+    with pytest.raises(ConfigError, match=r"attention\.latent_cache: mla caches its latents as computed"):
         serve(serving_models.model("mla"), set={**SIZES, "runner.cache_dtype": "int8"}, warm_up=False)
     with pytest.raises(RequestError, match="cache is in int8"):
         serve(

@@ -5,6 +5,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_transformer.cache_spec import (
     CacheEntry,
     check_prefix,
+    check_returned,
     empty_cache,
     has_states,
     read_prefix,
@@ -51,3 +52,31 @@ def test_a_layer_without_a_cache_is_named():
 def test_states_belong_to_requests():
     assert has_states({"a": entry("token"), "b": entry("request")})
     assert not has_states({"a": entry("page")})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("per", "tokens", "token, page, request"),
+        ("shape", (2, 0), "positive sizes"),
+        ("dtype", "float33", "the name of a dtype"),
+        ("axes", ("kv",), r"a name for each size of \(2, 3\)"),
+        ("page_size", 0, "a positive number"),
+        ("window", 0, "a positive number"),
+        ("prefix", -1, "a number of tokens"),
+        ("layers", 0, "a positive number"),
+    ],
+)
+def test_an_impossible_entry_is_refused(name, value, expected):
+    with pytest.raises(RequestError, match=rf"CacheEntry\.{name}: not possible\n.*got: .*\n.*expected: .*{expected}"):
+        CacheEntry(**{"per": "request", "shape": (2, 3), "dtype": "bfloat16", name: value})
+
+
+@pytest.mark.parametrize(
+    "returned", [None, {"state": jnp.zeros((2, 4))}, jnp.zeros((2, 3)), jnp.zeros((2, 4), jnp.bfloat16)]
+)
+def test_a_layer_that_returns_another_cache_is_named(returned):
+    cache = jnp.zeros((2, 4))
+    check_returned(object(), cache, cache + 1)
+    with pytest.raises(RequestError, match=r"object returned a cache .*\n *got: .*\n *expected: float32\[2, 4\]"):
+        check_returned(object(), cache, returned)

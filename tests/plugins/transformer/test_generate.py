@@ -110,6 +110,8 @@ def test_lengths_within_a_bucket_compile_once(tiny, build):
     [
         ([], {}, "the prompt is empty"),
         ([3, 64], {}, "the model has no token 64; its ids are 0 to 63"),
+        ([3, 1.5], {}, "the model has no token 1.5"),
+        ([1], {"extras": {"tokens": np.ones((1, 8))}}, r"extras\['tokens'\] is part of the prompt"),
         ([1], {"temperature": -1.0}, "got temperature=-1.0"),
         ([1], {"top_k": 0}, "top_k=0"),
     ],

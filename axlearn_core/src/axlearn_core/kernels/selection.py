@@ -183,7 +183,8 @@ class Selection:
             rejected[implementation.name] = reason
         reasons = "".join(f"\n    {k}: {why}" for k, why in rejected.items()) or " no kernel is installed"
         problem = f"the {op.name} kernel {name!r} cannot do this" if name else f"no {op.name} kernel can do this"
-        remedy = f"leave `kernel` unset, or choose another: {_names(ranked)}"
+        others = [k for k in ranked if k.name not in rejected and refusal(k, call, context) is None]
+        remedy = f"leave `kernel` unset, or choose another: {_names(others)}"
         fix = remedy if name else "install a plugin that provides one"
         raise RequestError(f"{problem}\n    got: {call} on {self.platform}{reasons}\n    fix: {fix}")
 

@@ -70,7 +70,7 @@ class LossEvaluator(Periodic):
             for i, batch in enumerate(batches):
                 if i == self.limit:
                     break
-                sums = session.program.eval_step(session.state, session.program.put(batch))
+                sums = session.program.eval_step(session.state, session.put(batch))
                 totals = sums if totals is None else add_reports(totals, sums)
         finally:
             batches.close()

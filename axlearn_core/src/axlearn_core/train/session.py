@@ -27,6 +27,7 @@ from axlearn_core.errors import AxlearnError, CheckpointError
 from axlearn_core.run.events import RunEvents
 from axlearn_core.run.notices import log_message
 from axlearn_core.run.record import RunDir
+from axlearn_core.train.batch_ids import check_ids, count_rows
 from axlearn_core.train.distributed import allgather_data_state
 from axlearn_core.train.ownership import SAVED
 
@@ -166,7 +167,16 @@ class Session:
     def next_batch(self) -> Any:
         """Return the next batch on the devices, or None if a signal ended the wait. Raise the input's errors."""
         batch = next(self.batches) if self._early_stop is None else self._early_stop.next_batch()
-        return None if batch is None else self.program.put(batch)
+        return None if batch is None else self.put(batch)
+
+    def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Check the token IDs and labels of a batch, and convert it to global arrays on the mesh."""
+        check_ids(batch, self._id_rows)
+        return self.program.put(batch)
+
+    @functools.cached_property
+    def _id_rows(self) -> Mapping[str, int]:
+        return count_rows(self.program)
 
     def compile_step(self, batch: Mapping[str, Any]) -> None:
         """Compile the step for this batch and count its FLOPs. Later calls do nothing."""

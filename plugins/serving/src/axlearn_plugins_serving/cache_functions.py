@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_core.compose import Array, Function
+from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.token_records import read_pages
 from axlearn_plugins_transformer.cache_spec import CacheEntry
 
@@ -23,7 +24,11 @@ class CacheFunctions:
             blocks: Number of blocks.
             requests: Number of entries that belong to a request, such as recurrent states.
             blocks_per_call: Number of blocks that one call copies, reads or writes.
+
+        Raises:
+            RequestError: An entry belongs neither to pages nor to requests.
         """
+        _check_kinds(spec)
         self._spec, self._blocks, self._requests, self._blocks_per_call = spec, blocks, requests, blocks_per_call
 
     def declare(self) -> Mapping[str, Function]:
@@ -109,3 +114,13 @@ class CacheFunctions:
             for entry, x in arrays
             if entry.per == "page"
         )
+
+
+def _check_kinds(spec: Any) -> None:
+    for path, entry in jax.tree_util.tree_leaves_with_path(spec):
+        if entry.per not in ("page", "request"):
+            raise RequestError(
+                f"a server cannot keep the cache of layer {jax.tree_util.keystr(path[:1], simple=True)}\n    got: {entry}\n"
+                "    expected: entries per page or per request\n"
+                "    fix: keep keys and values in a slot `Node[KVCache]`, which a server fills with pages, or declare pages"
+            )

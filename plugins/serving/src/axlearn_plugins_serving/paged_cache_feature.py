@@ -58,12 +58,12 @@ class UsePagedCache(Feature):
             cache = children(part)[name]
             existing = cache.store if isinstance(cache, PagedCache.Config) else None
             if None not in (existing, self.store) and existing != self.store:
-                raise ConfigError(_dtype_conflict(existing, self.store))
+                raise ConfigError(_dtype_conflict(f"{name}.store", existing, self.store))
             paged = cache if isinstance(cache, PagedCache.Config) else PagedCache.Config()
             values[name] = attrs.evolve(paged, **get_options(self, "page_size", "heads_first", "store"))
         for name in list_slots(type(part), LatentCache):
             if self.store is not None:
-                raise ConfigError(_latent_dtype_problem(self.store))
+                raise ConfigError(_latent_dtype_problem(name, self.store))
             values[name] = self._latent_cache(children(part)[name])
         if values and isinstance(part, AttentionKernelRole) and (self.clears_kernel or self.kernel is not None):
             values["kernel"] = self.kernel
@@ -109,9 +109,9 @@ def has_latents(model: Node[Any]) -> bool:
     return bool(find_slots(model, LatentCache))
 
 
-def _latent_dtype_problem(store: str) -> Problem:
+def _latent_dtype_problem(slot: str, store: str) -> Problem:
     return Problem(
-        path="model",
+        path=slot,
         message="mla caches its latents as computed, one vector per token for all heads, and does not support a cache dtype",
         got=store,
         expected="no cache dtype",
@@ -119,10 +119,10 @@ def _latent_dtype_problem(store: str) -> Problem:
     )
 
 
-def _dtype_conflict(existing: Any, store: Any) -> Problem:
+def _dtype_conflict(path: str, existing: Any, store: Any) -> Problem:
     names = {"int8": "cache-int8", "float8_e4m3fn": "cache-fp8"}
     return Problem(
-        path="model",
+        path=path,
         message=f"{names.get(existing, existing)} sets the cache's dtype, and {names.get(store, store)} sets a different one",
         fix="remove one of them",
     )

@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.sharding import constrain
 
+KINDS = ("token", "page", "request")
+"""What an item of an array may belong to."""
+
 
 @attrs.frozen(kw_only=True)
 class CacheEntry:
@@ -32,6 +35,9 @@ class CacheEntry:
         record: Name of the facts about tokens that the array holds, such as `experts`. The layer only writes them, and an engine
             returns them if a request asks for its records. None if the layer reads the array.
         layers: Number of layers that share the array, which then has a leading dimension of layers. None for one layer.
+
+    Raises:
+        RequestError: A value is not possible.
     """
 
     per: Literal["token", "page", "request"]
@@ -43,6 +49,30 @@ class CacheEntry:
     prefix: int = 0
     record: str | None = None
     layers: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        positive = "a positive number"
+        checks = [
+            ("per", self.per, self.per in KINDS, f"one of {', '.join(KINDS)}"),
+            ("shape", self.shape, all(size > 0 for size in self.shape), "positive sizes"),
+            ("dtype", self.dtype, _is_dtype(self.dtype), "the name of a dtype, such as float32"),
+            (
+                "axes",
+                self.axes,
+                len(self.axes) in (0, len(self.shape)),
+                f"a name for each size of {self.shape}, or none",
+            ),
+            ("page_size", self.page_size, self.page_size > 0, positive),
+            ("window", self.window, self.window is None or self.window > 0, positive),
+            ("prefix", self.prefix, self.prefix >= 0, "a number of tokens"),
+            ("layers", self.layers, self.layers is None or self.layers > 0, positive),
+        ]
+        for name, value, is_possible, expected in checks:
+            if not is_possible:
+                raise RequestError(
+                    f"CacheEntry.{name}: not possible\n    got: {value!r}\n    expected: {expected}\n"
+                    "    fix: correct the layer's `cache_spec`"
+                )
 
     def leading(self, rows: int, length: int) -> tuple[int, ...]:
         """Return the leading dimensions of the array for `rows` rows of at most `length` tokens."""
@@ -82,6 +112,21 @@ def spec_of(layer: object) -> Any:
     return layer.cache_spec()
 
 
+def check_returned(layer: object, cache: Any, returned: Any) -> None:
+    """Check that a layer returned arrays like those of its cache.
+
+    Raises:
+        RequestError: The structure, a shape or a dtype differs.
+    """
+    expected, actual = (jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree) for tree in (cache, returned))
+    if expected != actual:
+        raise RequestError(
+            f"{type(layer).__name__} returned a cache with other arrays than it declares\n    got: {actual}\n"
+            f"    expected: {expected}, as `cache_spec` declares\n"
+            f"    fix: correct the result or `cache_spec` of the class, in {type(layer).__module__}"
+        )
+
+
 def empty_cache(spec: Any, rows: int, length: int) -> Any:
     """Return an empty cache with the entries of a spec, for `rows` rows of at most `length` tokens."""
     return jax.tree.map(lambda entry: entry.empty(entry.leading(rows, length)), spec)
@@ -113,6 +158,14 @@ def check_prefix(length: int, prefix: int) -> None:
             f"the prompt has {length} tokens, but the first {prefix} tokens attend to each other in both directions\n"
             f"    expected: at least {prefix}\n    fix: use a longer prompt"
         )
+
+
+def _is_dtype(name: str) -> bool:
+    try:
+        jnp.dtype(name)
+    except TypeError:
+        return False
+    return True
 
 
 def has_states(spec: Any) -> bool:

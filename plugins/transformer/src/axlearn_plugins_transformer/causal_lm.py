@@ -21,6 +21,8 @@ from axlearn_plugins_transformer.transformer import Cache, Decoder
 
 FACTS = ("positions", "segment_ids", "prefix")
 """Entries of a batch that describe its tokens."""
+TEXT_ENTRIES = frozenset({"tokens", "targets", "weights", *FACTS})
+"""Entries of a batch of text. All others are extras."""
 LAYER_ENTRIES = "layers."
 """Start of the names of a batch's entries that are inputs of the layers."""
 
@@ -378,7 +380,7 @@ def batch_context(batch: Batch) -> Context:
     positions, segment_ids, prefix = (batch.get(name) for name in FACTS)
     weights = batch.get("weights")
     real = None if segment_ids is not None or weights is None else padding.make_token_mask(weights)
-    extras = {k: v for k, v in batch.items() if k not in {"tokens", "targets", "weights", *FACTS} and v is not None}
+    extras = {k: v for k, v in batch.items() if k not in TEXT_ENTRIES and v is not None}
     names = [name for name in extras if name.startswith(LAYER_ENTRIES)]
     inputs = {name.removeprefix(LAYER_ENTRIES): jnp.moveaxis(extras.pop(name), 2, 1) for name in names}
     return Context(

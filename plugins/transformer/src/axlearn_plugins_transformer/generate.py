@@ -4,6 +4,7 @@ Prefill the prompt, then run one compiled decode step per token. Each step updat
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import index
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -14,6 +15,7 @@ from axlearn_core.compose import Program
 from axlearn_core.compose.model_program import ModelProgram, with_program
 from axlearn_core.errors import RequestError
 from axlearn_plugins_transformer.cache_spec import check_prefix, read_prefix
+from axlearn_plugins_transformer.causal_lm import TEXT_ENTRIES
 from axlearn_plugins_transformer.functions import Draw, GenerationBucket, GenerationFunctions
 
 SMALLEST_PROMPT = 16
@@ -78,10 +80,10 @@ class Generator:
 
         Raises:
             RequestError: The prompt is empty, or shorter than the model's prefix. A token is not in the vocabulary, a number is
-                out of range, or an extra does not have one row.
+                out of range, or an extra does not have one row or is an entry of text.
         """
         vocab = self.vocab_size
-        unknown = [t for t in prompt_ids if not 0 <= t < vocab]
+        unknown = [t for t in prompt_ids if not _is_token(t, vocab)]
         if not prompt_ids:
             raise RequestError("cannot generate: the prompt is empty")
         if unknown:
@@ -95,13 +97,7 @@ class Generator:
         end_tokens = (
             frozenset() if eos_id is None else self.end_tokens | ({eos_id} if isinstance(eos_id, int) else set(eos_id))
         )
-        arrays = {name: np.asarray(value) for name, value in (extras or {}).items()}
-        for name, array in arrays.items():
-            if array.ndim < 1 or array.shape[0] != 1:
-                raise RequestError(
-                    f"cannot generate: extras[{name!r}] must have one row\n"
-                    f"    got: shape {list(array.shape)}\n    expected: [1, ...]"
-                )
+        arrays = _check_extras(extras or {})
         return self._tokens(list(prompt_ids), max_tokens, temperature, seed, end_tokens, top_k, arrays)
 
     def _tokens(
@@ -121,9 +117,9 @@ class Generator:
         step_bucket = attrs.evolve(bucket, prompt=0)
         cache, token = self.functions.init_cache(bucket), np.int32(0)
         key, scale = jax.random.key(seed), np.float32(temperature)
-        for index in range(max_tokens):
-            draw = Draw(key, np.int32(index), scale) if sampled else None
-            if index == 0:
+        for count in range(max_tokens):
+            draw = Draw(key, np.int32(count), scale) if sampled else None
+            if count == 0:
                 tokens = np.asarray([prompt + [0] * (padded - len(prompt))], np.int32)
                 shapes = tuple((name, array.shape, str(array.dtype)) for name, array in sorted(extras.items()))
                 prefill = self.program.compile("prefill", attrs.evolve(bucket, extras=shapes))
@@ -133,6 +129,31 @@ class Generator:
             if (token_id := int(token)) in end_tokens:
                 return
             yield token_id
+
+
+def _is_token(value: Any, vocab_size: int) -> bool:
+    """Return True if a value is an integer for which the vocabulary has a token."""
+    try:
+        return 0 <= index(value) < vocab_size
+    except TypeError:  # such as 1.5
+        return False
+
+
+def _check_extras(extras: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the other inputs of a prompt as arrays. Raise `RequestError` for a name of a text entry, or several rows."""
+    arrays = {name: np.asarray(value) for name, value in extras.items()}
+    for name, array in arrays.items():
+        if name in TEXT_ENTRIES:
+            raise RequestError(
+                f"cannot generate: extras[{name!r}] is part of the prompt\n"
+                f"    got: shape {list(array.shape)}\n    expected: a name other than {', '.join(sorted(TEXT_ENTRIES))}"
+            )
+        if array.ndim < 1 or array.shape[0] != 1:
+            raise RequestError(
+                f"cannot generate: extras[{name!r}] must have one row\n"
+                f"    got: shape {list(array.shape)}\n    expected: [1, ...]"
+            )
+    return arrays
 
 
 def generate(

@@ -176,6 +176,7 @@ def _run_step(run: Recurrence, x: jax.Array, rows: StateRows, cache: Any) -> tup
         outputs.append(y.reshape(-1, 1, y.shape[-1]))
         states.append(jax.tree.map(lambda s: s[0], new))
     after = jax.tree.map(lambda *parts: jnp.concatenate(parts), *states)
+    _check_states(cache, after)
     cache = jax.tree.map(
         lambda pool, s: (
             pool.at[rows.write]
@@ -187,6 +188,17 @@ def _run_step(run: Recurrence, x: jax.Array, rows: StateRows, cache: Any) -> tup
         after,
     )
     return jnp.concatenate(outputs), cache
+
+
+def _check_states(pool: Any, states: Any) -> None:
+    """Raise `RequestError` if the states of a layer do not fit its rows in the pool."""
+    expected, actual = (jax.tree.map(lambda x: list(x.shape[1:]), tree) for tree in (pool, states))
+    if expected != actual:
+        raise RequestError(
+            f"a recurrent layer returned states of other shapes than it declares\n    got: {actual}\n"
+            f"    expected: {expected}, as `cache_spec` declares\n    fix: correct the function that the layer passes to "
+            "`run_recurrent`, or its `cache_spec`"
+        )
 
 
 def _read(pool: jax.Array, rows: jax.Array) -> jax.Array:

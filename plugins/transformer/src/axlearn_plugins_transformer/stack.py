@@ -24,6 +24,7 @@ from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.alternate import LayerPattern, find_pattern, layer_configs
+from axlearn_plugins_transformer.cache_spec import check_returned
 from axlearn_plugins_transformer.layer_roles import SequentialRole
 from axlearn_plugins_transformer.stack_layers import (
     KindVariables,
@@ -296,8 +297,10 @@ def _layer(
         if repeat is not None:
             cache, row = repeat.pages, dataclasses.replace(row, slots=repeat.select(row.slots))
         with summaries.collect(module) as collected, padding.use_context(row):
-            x, cache = module(constrain(x, "batch", "residual_sequence", "activation_embed"), row, cache)
-        results = cache, (collected.losses, collected.summaries), variables.written(module, old_values)
+            x, returned = module(constrain(x, "batch", "residual_sequence", "activation_embed"), row, cache)
+        if cache is not None:
+            check_returned(module, cache, returned)
+        results = returned, (collected.losses, collected.summaries), variables.written(module, old_values)
         return (x, row.shared), results
 
     if shared_code:

@@ -15,7 +15,7 @@ from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.attention import Attention, AttentionLayer
-from axlearn_plugins_transformer.cache_spec import empty_cache, spec_of
+from axlearn_plugins_transformer.cache_spec import check_returned, empty_cache, spec_of
 from axlearn_plugins_transformer.embedding import Embedding, OutputHead, PositionEmbedding, TokenEmbedding
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
 from axlearn_plugins_transformer.layer_roles import (
@@ -106,8 +106,10 @@ class TransformerLayer(Layer):
         """Apply attention, if there is any, and its residual sum; see `SplitLayerRole`."""
         if self.cfg.attention is None:
             return x, cache
-        y, cache = self.attention(self._pre_norm("attention", x), context, cache)
-        return self._add_residual("attention", x, y), cache
+        y, returned = self.attention(self._pre_norm("attention", x), context, cache)
+        if cache is not None:
+            check_returned(self.attention, cache, returned)
+        return self._add_residual("attention", x, y), returned
 
     def feed_forward_half(self, x: jax.Array) -> jax.Array:
         """Apply the feed-forward layer, if there is one, and its residual sum; see `SplitLayerRole`."""

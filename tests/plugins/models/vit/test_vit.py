@@ -16,7 +16,7 @@ from axlearn_core import resolve
 from axlearn_core.cli.next_steps import after_training
 from axlearn_core.compose import Functional, compose
 from axlearn_core.config import get
-from axlearn_core.errors import InputError, RequestError
+from axlearn_core.errors import ConfigError, InputError, RequestError
 from axlearn_core.learn import AdamW, Learner
 from axlearn_core.plugins.request import Request
 from axlearn_plugins_models.huggingface.family import find_family
@@ -154,6 +154,14 @@ def test_drawn_shapes_are_of_all_kinds_and_of_their_number_alone():
     assert not np.array_equal(next(batches)["labels"], first["labels"])
     own_rows = DrawnShapes.Config(batch_size=8, image_size=16).build(seed=0, process_index=1, process_count=2).train()
     np.testing.assert_array_equal(next(own_rows)["images"], first["images"][4:8])
+
+
+def test_shapes_that_the_model_has_no_class_for_are_refused():
+    config = ax.resolve("vit-tiny").config
+    for classes in (4, 7):
+        ax.patch(config, {"model.num_classes": classes}).build_input(config.input, None)
+    with pytest.raises(ConfigError, match=r"model\.num_classes: is 3, less than the 4 shapes of input"):
+        ax.patch(config, {"model.num_classes": 3}).build_input(config.input, None)
 
 
 def test_invalid_images_are_reported(tmp_path):

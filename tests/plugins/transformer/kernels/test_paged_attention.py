@@ -61,6 +61,20 @@ def test_pages_give_the_results_of_a_row(name):
         np.testing.assert_allclose(jax.jit(compute)(), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("sinks", [None, jnp.asarray([0.5, 1.0, -1.0, 2.0])], ids=["plain", "sinks"])
+def test_pages_give_the_log_sum_exp_of_a_row(sinks):
+    dense, paged, new = calls(Causal())
+    options = {"log_sum_exp": True, "sinks": None if sinks is None else sinks[:HEADS]}
+    expected = [np.asarray(x)[0, new] for x in attrs.evolve(dense, **options).reference()]
+    paged = attrs.evolve(paged, **options)
+    for compute in (paged.reference, lambda: XLA_SPLIT(paged)):
+        actual = jax.jit(compute)()
+        for x, y in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+    assert paged.options()["log_sum_exp"] is True
+    assert "log_sum_exp" in paged.extras()
+
+
 def test_the_mask_is_an_extra_unless_it_is_a_causal_window():
     _, op, _ = calls(Causal())
     assert (op.extras(), op.window, op.options()["window"]) == ((), None, None)

@@ -137,6 +137,17 @@ class DrawnShapes(Images):
         noise: float = setting(default=0.3, ge=0)
         held_out: int = setting(default=256, ge=1)
 
+    def __init__(self, cfg: Config, num_classes: int | None = None):
+        super().__init__(cfg)
+        if num_classes is not None and num_classes < len(SHAPES):
+            raise ConfigError(
+                Problem(
+                    path="model.num_classes",
+                    message=f"is {num_classes}, less than the {len(SHAPES)} shapes of input",
+                    fix=f"set model.num_classes to at least {len(SHAPES)}, or use other images",
+                )
+            )
+
     def train(self) -> ImageBatches:
         """Return batches of images that never repeat."""
         size = self.cfg.batch_size

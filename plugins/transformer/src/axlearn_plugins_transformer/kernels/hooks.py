@@ -28,7 +28,7 @@ def axlearn_kernels() -> list[KernelImplementation]:
         op=f"{_PAGED}:PagedAttentionOp",
         load="axlearn_plugins_transformer.kernels.paged_split:XLA_SPLIT",
         priority=10,
-        extras=("sinks", "mask"),
+        extras=("sinks", "mask", "log_sum_exp"),
     )
     # These are slower, so they run only if a config names them.
     invariant = [

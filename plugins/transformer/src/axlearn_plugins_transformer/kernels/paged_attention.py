@@ -41,11 +41,12 @@ class Split(NamedTuple):
 
 
 @attrs.frozen(eq=False)
-class PagedAttentionOp(Op[jax.Array]):
+class PagedAttentionOp(Op[Any]):
     """softmax(mask(cap(scale * query @ key) + bias)) @ value.
 
     The softmax is in float32. The op is not differentiable. The result is [T, N, H] in the dtype of the queries, or
-    [T, N, value_size] with `value_size`. Rows of tokens that do not belong to a request are unspecified.
+    [T, N, value_size] with `value_size`. With `log_sum_exp`, it is a pair of this and float32 [T, N]. Rows of tokens that do not
+    belong to a request are unspecified.
 
     Attributes:
         query: New tokens of request 0, then of request 1, and so on, [T, N, H]. Tokens after the last request are unused.
@@ -71,6 +72,7 @@ class PagedAttentionOp(Op[jax.Array]):
         split: The information in `starts` as a static value, or None if it depends on the data.
         local: Whether the arrays are the shards of one device; see `on_each_device`.
         sinks: Logit of each query head for attending to nothing, [N], or None; see `AttentionOp`.
+        log_sum_exp: Whether to also return the logarithm of the softmax's denominator.
     """
 
     name = "paged_attention"
@@ -92,6 +94,7 @@ class PagedAttentionOp(Op[jax.Array]):
     split: Split | None = attrs.field(default=None, kw_only=True)
     local: bool = attrs.field(default=False, kw_only=True)
     sinks: jax.Array | None = attrs.field(default=None, kw_only=True)
+    log_sum_exp: bool = attrs.field(default=False, kw_only=True)
 
     @property
     def window(self) -> int | None:
@@ -149,9 +152,13 @@ class PagedAttentionOp(Op[jax.Array]):
         return {"query": self.query, "pages": self.pages, "table": self.table, **present}
 
     def extras(self) -> tuple[str, ...]:
-        """Return `sinks` if the call has them, and `mask` if the mask is not only causal with or without windows."""
-        sinks = () if self.sinks is None else ("sinks",)
-        return sinks if masks.is_causal_window(self.mask) else (*sinks, "mask")
+        """Return `sinks` and `log_sum_exp` if the call uses them, and `mask` if it is not only causal with or without windows."""
+        uses = {
+            "sinks": self.sinks is not None,
+            "log_sum_exp": self.log_sum_exp,
+            "mask": not masks.is_causal_window(self.mask),
+        }
+        return tuple(name for name, used in uses.items() if used)
 
     def options(self) -> Mapping[str, Any]:
         """Return the options that are set, with the bias described by its structure."""
@@ -168,6 +175,8 @@ class PagedAttentionOp(Op[jax.Array]):
             options["finite"] = True
         if self.split is not None:
             options["split"] = tuple(self.split)
+        if self.log_sum_exp:
+            options["log_sum_exp"] = True
         return options
 
     def flops(self) -> float:
@@ -205,7 +214,7 @@ class PagedAttentionOp(Op[jax.Array]):
         pages = math.prod(self.pages.shape) * self.pages.dtype.itemsize
         return super().bytes() - (1 - used) * pages
 
-    def reference(self) -> jax.Array:
+    def reference(self) -> Any:
         """Gather the pages of each token's request."""
         query, table, starts = self.query, self.table, self.starts
         tokens, heads, size = query.shape
@@ -216,7 +225,7 @@ class PagedAttentionOp(Op[jax.Array]):
 
         mask = jax.tree.map(lambda x: jnp.broadcast_to(x, (tokens, *x.shape[1:])), self.mask)
 
-        def attend_token(token: tuple[Any, ...]) -> jax.Array:
+        def attend_token(token: tuple[Any, ...]) -> Any:
             query, row, position, mask = token
             length = self.lengths[row] if self.mask.lookahead() else None
             key, value = (
@@ -232,18 +241,20 @@ class PagedAttentionOp(Op[jax.Array]):
                 scores = scores + bias.reshape(scores.shape)
             mask = jax.tree.map(lambda x: x[None], mask)
             visible = visible_slots(mask, position[None], slots, length)[0]
-            weights = self._softmax(jnp.where(visible, scores, -1e30)).astype(value.dtype)
+            scores = self._with_sinks(jnp.where(visible, scores, -1e30))
+            weights = jax.nn.softmax(scores, axis=-1)[..., : key.shape[1]].astype(value.dtype)
             value = jnp.where(visible[:, None], value, 0)  # unwritten slots may contain NaN
-            return jnp.einsum("gnk,gkh->gnh", weights, value).reshape(heads, -1).astype(query.dtype)
+            result = jnp.einsum("gnk,gkh->gnh", weights, value).reshape(heads, -1).astype(query.dtype)
+            return (result, jax.nn.logsumexp(scores, axis=-1).reshape(heads)) if self.log_sum_exp else result
 
         return lax.map(attend_token, (query, owner, position, mask), batch_size=TOKEN_BATCH)
 
-    def _softmax(self, scores: jax.Array) -> jax.Array:
-        """Return the weights of the scores [G, n, K]."""
+    def _with_sinks(self, scores: jax.Array) -> jax.Array:
+        """Return the scores [G, n, K] and those of the sinks, if there are any, [G, n, K + 1]."""
         if self.sinks is None:
-            return jax.nn.softmax(scores, axis=-1)
+            return scores
         sinks = self.sinks.astype(jnp.float32).reshape(*scores.shape[:-1], 1)
-        return jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1), axis=-1)[..., :-1]
+        return jnp.concatenate([scores, sinks], axis=-1)
 
 
 def initial_softmax(shape: Sequence[int], sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:

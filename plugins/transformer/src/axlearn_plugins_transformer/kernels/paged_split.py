@@ -31,12 +31,13 @@ class _XLASplit:
         """Support calls with a static split."""
         return None if op.split is not None else "the number of tokens per request is not known at compile time"
 
-    def __call__(self, op: PagedAttentionOp) -> jax.Array:
-        """Return the attention output, [T, N, V]."""
-        return on_each_device(op, self._attend)
+    def __call__(self, op: PagedAttentionOp) -> Any:
+        """Return the attention output, [T, N, V], and with `log_sum_exp` also float32 [T, N]."""
+        result = on_each_device(op, self._attend)
+        return (result[..., :-1].astype(op.query.dtype), result[..., -1]) if op.log_sum_exp else result
 
     def _attend(self, op: PagedAttentionOp) -> jax.Array:
-        """Attend on one device and return [T, N, V]."""
+        """Attend on one device and return [T, N, V], or float32 [T, N, V + 1] with `log_sum_exp`; see `_divide`."""
         assert op.split is not None
         singles, chunk = op.split
         heads, size = op.query.shape[1:]
@@ -51,7 +52,9 @@ class _XLASplit:
             mask = jax.tree.map(lambda x: jnp.broadcast_to(x, (chunks.shape[0] * chunk, *x.shape[1:])), mask)
             mask = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), mask)
             parts.append(lax.map(attend, (chunks, op.table[singles:], op.lengths[singles:], mask)))
-        results = [x.reshape(-1, heads, x.shape[-1]).astype(op.query.dtype) for x in parts]
+        results = [x.reshape(-1, heads, x.shape[-1]) for x in parts]
+        if not op.log_sum_exp:
+            results = [x.astype(op.query.dtype) for x in results]
         return results[0] if len(results) == 1 else jnp.concatenate(results)
 
 
@@ -93,7 +96,7 @@ def _mask_scores(
 
 
 def _attend_singles(op: PagedAttentionOp, query: jax.Array) -> jax.Array:
-    """Attend with one token per request: [R, G, n, H] -> [R, G, n, V]."""
+    """Attend with one token per request: [R, G, n, H] -> [R, G, n, V], as `_divide` returns them."""
     rows, groups, heads, _ = query.shape
     size, lengths, table = op.page_size, op.lengths[:rows], op.table[:rows]
     keys = FEW_KEYS if rows < MANY_REQUESTS else MANY_KEYS
@@ -131,14 +134,13 @@ def _attend_singles(op: PagedAttentionOp, query: jax.Array) -> jax.Array:
     shape = (rows, groups, heads)
     sinks = None if op.sinks is None else op.sinks.reshape(groups, heads)
     state = *initial_softmax(shape, sinks), jnp.zeros((*shape, value_size), jnp.float32)
-    _, total, result = lax.fori_loop(0, -(-ends[-1] // num_pages), body, state)
-    return result / jnp.maximum(total, 1e-30)[..., None]
+    return _divide(op, *lax.fori_loop(0, -(-ends[-1] // num_pages), body, state))
 
 
 def _attend_chunk(op: PagedAttentionOp, query: jax.Array, table: jax.Array, length: jax.Array, mask: Mask) -> jax.Array:
     """Attend with a chunk of tokens of one request.
 
-    Maps [C, G, n, H], int32 [M], int32 [] and a mask for C rows to [C, G, n, V].
+    Maps [C, G, n, H], int32 [M], int32 [] and a mask for C rows to [C, G, n, V], as `_divide` returns them.
     """
     count, groups, heads, _ = query.shape
     size = op.page_size
@@ -166,9 +168,15 @@ def _attend_chunk(op: PagedAttentionOp, query: jax.Array, table: jax.Array, leng
     shape = (groups, heads * count)
     sinks = None if op.sinks is None else jnp.repeat(op.sinks.reshape(groups, heads), count, axis=1)
     state = *initial_softmax(shape, sinks), jnp.zeros((*shape, op.value_size or op.pages.shape[-1]), jnp.float32)
-    _, total, result = lax.fori_loop(0, -(-pages // num_pages), body, state)
-    result = (result / jnp.maximum(total, 1e-30)[..., None]).reshape(groups, heads, count, -1)
-    return jnp.transpose(result, (2, 0, 1, 3))
+    result = _divide(op, *lax.fori_loop(0, -(-pages // num_pages), body, state))
+    return jnp.transpose(result.reshape(groups, heads, count, -1), (2, 0, 1, 3))
+
+
+def _divide(op: PagedAttentionOp, highest: jax.Array, total: jax.Array, result: jax.Array) -> jax.Array:
+    """Divide the sums of an online softmax, [..., V], by its denominator. With `log_sum_exp`, append its logarithm."""
+    total = jnp.maximum(total, 1e-30)
+    result = result / total[..., None]
+    return jnp.concatenate([result, (highest + jnp.log(total))[..., None]], axis=-1) if op.log_sum_exp else result
 
 
 XLA_SPLIT = _XLASplit()
