@@ -58,6 +58,7 @@ class Service:
         state: `ok`, `sleeping` or `draining` (no new requests), or `failed`.
         allows_sleep: Whether clients can make the engine sleep.
         allows_adapters: Whether clients can load adapters from the server's file system.
+        is_replica: Whether other servers, with stored responses of their own, answer at the same address.
         start_compilations: Number of programs that XLA compiled during startup; 0 if exported programs were loaded.
         bodies: Parses requests.
         text_pool: Threads that parse and tokenize.
@@ -79,6 +80,7 @@ class Service:
     aliases: tuple[str, ...] = ()
     allows_sleep: bool = False
     allows_adapters: bool = False
+    is_replica: bool = False
     created: int = attrs.field(factory=lambda: int(time.time()))
     grammars: Grammars = attrs.field(init=False)
     metrics: Metrics = attrs.field(init=False)
