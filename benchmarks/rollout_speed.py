@@ -48,7 +48,7 @@ def main() -> None:
     settings = {path: yaml.safe_load(value) for path, value in (item.split("=", 1) for item in args.set)}
     cfg = EnginePolicy.Config(max_tokens=MAX_TOKENS)
     engine = limit_context(patch(cfg.engine, settings), MAX_CONTEXT)
-    engine = fit_engine(engine, examples=EXAMPLES, group_size=GROUP_SIZE)
+    engine = fit_engine(engine, examples=EXAMPLES, group_size=GROUP_SIZE, max_tokens=MAX_TOKENS)
     opened = open_engine(args.run, config=engine)
     assert opened.text is not None
     policy = attrs.evolve(cfg, engine=engine).build(engine=LocalEngine(opened.engine, opened.text), text=opened.text)

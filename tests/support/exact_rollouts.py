@@ -103,6 +103,7 @@ def train(
         "loop.log.logprobs": True,
         "loop.reward": LengthReward.Config(limit=48, margin=48),
         "checkpointer.every_steps": 1,
+        "checkpointer.keep_last": steps,
         "log_every_steps": 1,
         "evaluators": {},
         "trackers": [{"type": "jsonl"}],
@@ -115,8 +116,14 @@ def train(
     ax.train("quickstart", with_=features, set=by_path, steps=steps, run_dir=run)
 
 
-def count_differences(run, step, version):
+def count_differences(run, step, version, drawn_by=None):
     """Compare the log-probabilities that a step's rollouts recorded with those of the training program at a version.
+
+    Args:
+        run: Run directory.
+        step: Step that trained on the rollouts.
+        version: Version to compare with.
+        drawn_by: Version that drew the rollouts, if it is another one.
 
     Returns:
         Number of tokens, and number of those whose log-probabilities differ in any bit.
@@ -129,7 +136,7 @@ def count_differences(run, step, version):
                 tokens = []
                 for segment in trajectory:
                     if segment.drawn:
-                        assert segment.version == version
+                        assert segment.version == (version if drawn_by is None else drawn_by)
                         expected = scores([*tokens, *segment.tokens], len(tokens))
                         counts += len(expected), np.sum(expected != segment.model_logprobs)
                     tokens += segment.tokens.tolist()

@@ -84,3 +84,9 @@ class Unreadable:
 def make_echo():
     """Return a judge that returns its argument, or something unreadable."""
     return lambda value: Unreadable() if value == "unreadable" else value
+
+
+def make_obedient():
+    """Return a judge that does what its argument says."""
+    reward = Obedient.Config().build()
+    return lambda text: reward.judge(None, text)

@@ -1,3 +1,5 @@
+import math
+
 import attrs
 import pytest
 
@@ -29,13 +31,21 @@ def test_the_rows_are_the_rollouts_that_fit(batch, expected):
     assert fitted.scheduler.joint_prompt_tokens == 512 + expected[0]
 
 
+@pytest.mark.parametrize(("max_tokens", "steps"), [(1, 1), (2, 1), (4, 3), (100, 4), (None, 4)])
+def test_several_tokens_are_decoded_in_one_dispatch(max_tokens, steps):
+    fitted = fit_engine(limit_context(ENGINE, 17), examples=32, group_size=16, max_tokens=max_tokens)
+    assert (fitted.runner.decode_steps, fitted.hold_seconds) == (steps, math.inf)
+
+
 def test_sizes_of_the_user_stay():
     settings = {
         "runner.max_rows": 24,
         "runner.chunk": 16,
         "runner.row_buckets": (3,),
         "runner.chunk_buckets": (2,),
+        "runner.decode_steps": 2,
         "scheduler.joint_prompt_tokens": 100,
+        "hold_seconds": 0.01,
     }
     config = patch(ENGINE, settings)
     fitted = fit_engine(limit_context(config, 17), examples=32, group_size=16)

@@ -106,6 +106,16 @@ def test_steps_that_are_too_small_are_refused():
         engine({"scheduler.step_tokens": 3})
 
 
+@pytest.mark.parametrize(("max_tokens", "started"), [(5, 8), (6, 4)])
+def test_only_requests_that_may_grow_need_more_free_blocks(max_tokens, started):
+    one = engine(max_rows=8, max_step_tokens=24, block_size=8, num_blocks=8)
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_end=True)
+    for i in range(8):  # a prompt of three tokens and five more fill a block
+        one.add(request(str(i), prompt=(i, 40 + i, 7), sampling=sampling))
+    one.step()
+    assert len(one.scheduler.running) == started
+
+
 def test_a_request_that_lost_its_place_comes_before_others():
     queue = WaitingQueue()
     states = [state(i, n, client=c) for n, (i, c) in enumerate([("a", "x"), ("b", "x"), ("c", "y")])]

@@ -251,7 +251,7 @@ def open_policy(
     """
     config = limit_context(cfg.engine, max_context)
     if cfg.fit_engine:
-        config = fit_engine(config, examples=examples, group_size=group_size)
+        config = fit_engine(config, examples=examples, group_size=group_size, max_tokens=cfg.max_tokens)
     served = Functional.from_config(remove_kernels(model)).describe()
     engine = build_engine(served, program=program, text=text, config=config, warm_up=False, weights=lambda: weights)
     return cfg.build(engine=LocalEngine(engine, text), text=text)

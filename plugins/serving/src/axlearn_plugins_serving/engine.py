@@ -77,7 +77,8 @@ class ServingEngine(Configurable):
                 creates them on machines with two or more cores.
             normalize_embeddings: Whether the server scales embeddings to length 1.
             hold_seconds: Decode up to `runner.decode_steps` tokens in one dispatch if they take at most this many seconds in
-                total. A new request may wait this long for the step to end.
+                total. A new request may wait this long for the step to end. If it is infinite, steps do not depend on measured
+                times.
         """
 
         runner: Node[Runner] = ModelRunner.Config()

@@ -1,6 +1,7 @@
 """Counters and timings of an engine."""
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -96,8 +97,10 @@ class Meter:
     def fits(self, steps: int, seconds: float) -> bool:
         """Return True if this many decoding steps take at most `seconds`.
 
-        Returns False until decoding steps have been measured.
+        Returns False until decoding steps have been measured, unless the time is infinite.
         """
+        if seconds == math.inf:
+            return True
         return self._token_seconds is not None and steps * self._token_seconds <= seconds
 
     def spare_seconds(self, plan: SchedulerOutput) -> float:

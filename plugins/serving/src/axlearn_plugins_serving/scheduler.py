@@ -228,7 +228,7 @@ class PriorityScheduler(Configurable):
     def _plan_new_requests(self, plan: SchedulerOutput, budget: int) -> None:
         if plan.preemptions:
             return
-        total = self._prompt_budget(plan)
+        total, growing = self._prompt_budget(plan), None
         while budget >= max(1, self.limits.prefix):
             state = self.queue.first()
             if state is None or state.inflight:  # the results in flight may end this request
@@ -238,16 +238,24 @@ class PriorityScheduler(Configurable):
             match = self.cache.find(state)
             if match is None:
                 return
-            copies = self.cache.begin(state, match, headroom=len(self._running))
+            if growing is None:
+                growing = sum(map(self._may_grow, self._running))
+            copies = self.cache.begin(state, match, headroom=growing)
             if copies is None:
                 if not self._make_room(state, plan):
                     return
+                growing = None
                 continue
+            growing += self._may_grow(state)
             self.queue.take(state)
             bisect.insort(self._running, state, key=lambda s: s.order)
             plan.admitted.append(state)
             plan.copies += copies
             budget -= self._plan_chunk(plan, state, budget)
+
+    def _may_grow(self, state: RequestState) -> bool:
+        """Return True if a running request may need more blocks before it ends."""
+        return state.prompt_length + state.limit > len(state.blocks) * self.cache.pool.block_size
 
     def _plan_chunk(self, plan: SchedulerOutput, state: RequestState, budget: int) -> int:
         """Add tokens of a prompt, in whole chunks if at least one chunk fits.
