@@ -121,9 +121,12 @@ def escape_controls(text: str) -> str:
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> tuple[str, ...]:
-    """Return up to `limit` candidates with a similar spelling, best first."""
-    return tuple(difflib.get_close_matches(name, sorted(set(candidates)), n=limit, cutoff=0.55))
+def nearest(name: str, candidates: Iterable[str], limit: int = 3, *, cutoff: float = 0.55) -> tuple[str, ...]:
+    """Return up to `limit` candidates with a similar spelling, best first.
+
+    `cutoff` is the smallest similarity, from 0 to 1 (`difflib.SequenceMatcher.ratio`).
+    """
+    return tuple(difflib.get_close_matches(name, sorted(set(candidates)), n=limit, cutoff=cutoff))
 
 
 def unknown(kind: str, name: str, candidates: Iterable[str], *, listing: str | None = None) -> RequestError:

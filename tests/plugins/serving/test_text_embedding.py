@@ -157,7 +157,7 @@ def test_the_server_returns_unit_vectors_in_the_format_of_openai(server):
         ({"input": 3}, 400, "input"),
         ({"input": ["a"] * 2049}, 400, "input"),
         ({"input": [300]}, 400, "token 300 is not below 257"),
-        ({"input": "a" * 65}, 400, "the context has 64 tokens"),
+        ({"input": "a" * 65}, 400, "the context has 64 tokens, but the prompt has 65"),
         ({"input": "a", "dimensions": 65}, 400, "65 is more than 64, the width of the model"),
         ({"input": "a", "dimensions": 0}, 400, "dimensions"),
         ({"input": "a", "encoding_format": "hex"}, 400, "encoding_format"),
@@ -168,4 +168,6 @@ def test_the_server_returns_unit_vectors_in_the_format_of_openai(server):
 def test_bad_requests(server, body, status, message):
     response = post(server, **body)
     assert response.status_code == status
-    assert message in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert message in error["message"]
+    assert error["param"] in {"input", *body}

@@ -282,3 +282,36 @@ def test_fields_that_change_nothing_are_accepted(server):
         "reasoning_effort": "medium",
     }
     assert post(server, "a", cache_prompt=True, request_id="x", documents=[], **fields)["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("field", ["structured_outputs", "json_schema", "grammar"])
+def test_a_required_call_leaves_no_text_to_constrain(server, choice, field):
+    value = {"structured_outputs": {"regex": "a"}, "json_schema": {}, "grammar": "start: A"}[field]
+    body = {"messages": [USER], "tools": [WEATHER], "tool_choice": choice, field: value}
+    answer = httpx.post(server.url + "/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    assert "requires a call, so there is no text to constrain" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": " "}, {"arguments": {}}])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_a_call_without_arguments_in_the_history_has_none(server, path, arguments):
+    if path == "/v1/responses":
+        item = {"type": "function_call", "call_id": "c", "name": "get_weather", **arguments}
+        body = {"input": [USER, item, {"type": "function_call_output", "call_id": "c", "output": "rain"}]}
+    else:
+        call = {"id": "c", "type": "function", "function": {"name": "get_weather", **arguments}}
+        result = {"role": "tool", "tool_call_id": "c", "content": "rain"}
+        body = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}, result]}
+    answer = httpx.post(server.url + path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert '{"name": "get_weather", "arguments": {}}' in prompt_of(server.engine.seen[-1])
+
+
+def test_tokenize_continues_the_last_message(server):
+    messages = [USER, {"role": "assistant", "content": "It "}]
+    body = {"messages": messages, "continue_final_message": True}
+    tokens = httpx.post(server.url + "/tokenize", json=body).json()["tokens"]
+    httpx.post(server.url + "/v1/chat/completions", json=body)
+    assert tokens == list(server.engine.seen[-1].prompt)

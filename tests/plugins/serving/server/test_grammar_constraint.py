@@ -109,7 +109,7 @@ def test_an_error_names_the_tool_whose_parameters_cannot_be_met(grammars, named)
     functions = (Function("bad", {"properties": {"a": short}, "required": ["a"]}, path), Function("good"))
     with pytest.raises(ApiError) as caught:
         grammars.force_calls(ToolUse(functions=functions, mode="required", named=named, parallel=True))
-    assert (caught.value.status, caught.value.param, caught.value.code) == (400, path, "invalid_json_schema")
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, path, "invalid_function_parameters")
     begin = f"{path}: the parameters of the tool 'bad' cannot be used: Unsatisfiable schema: "
     assert caught.value.message.startswith(begin)
     assert "call_0" not in caught.value.message

@@ -1,5 +1,6 @@
 """`axlearn serve --replicas`: several servers behind Ray Serve."""
 
+import asyncio
 import json
 import os
 import socket
@@ -12,6 +13,14 @@ from click.testing import CliRunner
 
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
+from axlearn_plugins_serving.server.engine_thread import EngineThread
+from axlearn_plugins_serving.server.limits import ServerLimits
+from axlearn_plugins_serving.server.replicas import ReplicaApp
+from axlearn_plugins_serving.server.service import Service
+from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.processor import TextProcessor
+from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
+from support.fake_engine import FakeEngine
 from support.needs import needs
 
 SET = ["--set", "serving.runner.max_rows=2", "--set", "serving.runner.max_context=64"]
@@ -45,6 +54,27 @@ def test_options_that_do_not_go_together(tmp_path):
     ignored = serve(tmp_path, "--replicas", 2, "--port", free_port(), "--grace", 5, "--log-requests")
     assert ignored.exit_code == 2
     assert "--replicas does not support --grace, --log-requests" in ignored.stderr
+
+
+def test_a_replica_leaves_the_id_to_ray_and_explains_missing_responses():
+    text = TextProcessor.Config(template=ChatTemplate.Config()).build(tokenizer=ByteTokenizer.Config().build())
+    service = Service(EngineThread(FakeEngine()), text, "tiny")
+
+    async def run():
+        app, events, answers = ReplicaApp(lambda: service, ServerLimits()), asyncio.Queue(), asyncio.Queue()
+        events.put_nowait({"type": "lifespan.startup"})
+        life = asyncio.create_task(app({"type": "lifespan"}, events.get, answers.put))
+        assert await answers.get() == {"type": "lifespan.startup.complete"}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            missing = await client.get("/v1/responses/resp_1")
+        events.put_nowait({"type": "lifespan.shutdown"})
+        await life
+        return missing
+
+    missing = asyncio.run(run())
+    assert "x-request-id" not in missing.headers
+    assert missing.status_code == 404
+    assert "replicas do not share their stored responses" in missing.json()["error"]["message"]
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def test_texts_of_megabytes_are_not_counted(server, calls, kind):
 def test_the_longest_text_that_fits_is_taken(server, calls):
     assert post(server, "/v1/completions", prompt="a" * (CONTEXT - 1), max_tokens=1).status_code == 200
     refused = post(server, "/v1/completions", prompt="a" * CONTEXT, max_tokens=1)  # leaves no token for the output
-    assert "the prompt has 2048 and the output may have 1" in refused.json()["error"]["message"]
+    assert "the prompt has 2048, which leaves no room for an output" in refused.json()["error"]["message"]
     assert [size for size, _ in calls] == [CONTEXT - 1, CONTEXT]
 
 

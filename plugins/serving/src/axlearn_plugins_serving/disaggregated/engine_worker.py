@@ -133,7 +133,8 @@ class Worker:
         self._count += 1
         path = self.folder / f"{self.connection.fileno()}-{id(self):x}-{self._count}"
         transfer = write_prefix(self.engine, request.prompt, request.adapter, path)
-        self.connection.send(Prefilled(request.id, transfer, None if output.error is None else output))
+        failure = None if output.error is None else output
+        self.connection.send(Prefilled(request.id, transfer, failure, output.cached_tokens))
 
 
 def main(descriptor: int) -> int:

@@ -47,6 +47,7 @@ class _Entry:
         worker: Worker that runs the request; None while it waits.
         prefilled: Whether the prompt has been computed.
         transfer: File with the prompt's blocks; None if there is no file.
+        cached_tokens: Number of prompt tokens that no worker had to compute; None until that is known.
         has_output: Whether the request has returned any output.
         attempts: Number of times that the request has been started.
         started: When it was sent to a worker for the first time, from `time.monotonic`; None before.
@@ -57,6 +58,7 @@ class _Entry:
     worker: WorkerProcess | None = None
     prefilled: bool = False
     transfer: Transfer | None = None
+    cached_tokens: int | None = None
     has_output: bool = False
     attempts: int = 0
     started: float | None = None
@@ -164,16 +166,23 @@ class RouterEngine:
     def statistics(self) -> Statistics:
         """Return statistics summed across all workers.
 
-        `waiting` counts the requests that wait in the router.
+        The router counts waiting requests and tokens itself: two workers read the prompt of each request, and the second finds the
+        blocks of the first in its cache.
         """
         statistics = [attrs.asdict(w.statistics) for w in self.workers if w.statistics is not None]
         sums = {a.name: sum(s[a.name] for s in statistics) for a in attrs.fields(Statistics) if a.name != "drafter"}
         drafter = next((s["drafter"] for s in statistics if s["drafter"] is not None), None)
         blocks = sum(w.ready.blocks for w in self.workers if w.ready is not None)
         running = len(self._entries) - len(self._waiting)
-        return Statistics(
-            **{**sums, "blocks": blocks, "waiting": len(self._waiting), "running": running}, drafter=drafter
-        )
+        counts = {
+            "blocks": blocks,
+            "waiting": len(self._waiting),
+            "running": running,
+            "prompt_tokens": self._meter.prompt_tokens,
+            "cached_prompt_tokens": self._meter.cached_prompt_tokens,
+            "output_tokens": self._meter.output_tokens,
+        }
+        return Statistics(**{**sums, **counts}, drafter=drafter)
 
     def update_weights(self, weights: Any, version: int | None = None, *, share: bool = False) -> int:
         """Raise an error, because weights cannot be sent to the worker processes."""
@@ -269,6 +278,7 @@ class RouterEngine:
                 self._remove(entry)
                 return [message.failure]
             entry.worker, entry.prefilled, entry.transfer = None, True, message.transfer
+            self._count_cached(entry, message.cached_tokens)
             self._enqueue(entry)
             return []
         if not isinstance(message, Report):
@@ -279,10 +289,17 @@ class RouterEngine:
             if entry is None or entry.worker is not worker:
                 continue
             entry.has_output = entry.has_output or bool(output.tokens)
+            if entry.cached_tokens is None:  # there was no prefill
+                self._count_cached(entry, output.cached_tokens)
+            self._meter.output_tokens += len(output.tokens)
             if output.finish is not None:
                 self._remove(entry)
-            outputs.append(attrs.evolve(output, started=entry.started))
+            outputs.append(attrs.evolve(output, started=entry.started, cached_tokens=entry.cached_tokens))
         return outputs
+
+    def _count_cached(self, entry: _Entry, tokens: int) -> None:
+        entry.cached_tokens = tokens
+        self._meter.cached_prompt_tokens += tokens
 
     def _remove(self, entry: _Entry) -> None:
         id = entry.request.id

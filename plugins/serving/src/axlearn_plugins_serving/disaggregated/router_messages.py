@@ -56,12 +56,14 @@ class Prefill:
 class Prefilled:
     """From a worker: the prompt of a request has been computed.
 
-    `failure` is set if the request was rejected.
+    `failure` is set if the request was rejected. `cached_tokens` is the number of prompt tokens that were already in the worker's
+    cache.
     """
 
     id: str
     transfer: Transfer | None
     failure: Output | None = None
+    cached_tokens: int = 0
 
 
 @attrs.frozen

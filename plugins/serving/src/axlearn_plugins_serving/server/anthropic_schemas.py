@@ -9,6 +9,7 @@ from axlearn_plugins_serving.server.body import Body, read_tag, tag
 from axlearn_plugins_serving.server.message_schemas import (
     CallArguments,
     MessagePart,
+    Parameters,
     ToolList,
     ToolName,
     check_schema_size,
@@ -98,7 +99,7 @@ class AnthropicTool(MessagePart):
     type: Literal["custom"] = "custom"
     name: ToolName
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: Parameters
     strict: bool | None = None
 
     @property

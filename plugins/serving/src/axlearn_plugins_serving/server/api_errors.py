@@ -22,6 +22,7 @@ _WITHOUT_VALUE = frozenset(
         "too_many_fields",
         "too_many_entries",
         "invalid_json_schema",
+        "invalid_function_parameters",
         "invalid_arguments",
         "invalid_tools",
         "unsupported_content",
@@ -35,15 +36,32 @@ _REPHRASED = (
     (r"(?:Input|String|List|Dictionary) should (.*?)(?: after validation, not \d+)?", r"should \1"),
 )
 """Pydantic's messages, and the same as the end of a sentence that begins with the field's path."""
-_REPLACED = {
-    "functions": "tools",
-    "function_call": "tool_choice",
-    "guided_json": "structured_outputs",
-    "guided_regex": "structured_outputs",
-    "guided_choice": "structured_outputs",
-    "guided_grammar": "structured_outputs",
+_OUTPUT_LIMITS = ("max_tokens", "max_output_tokens")
+_FORMATS = ("response_format", "text.format", "output_config.format")
+_EFFORTS = ("reasoning_effort", "reasoning.effort", "output_config.effort")
+_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "functions": ("tools",),
+    "function_call": ("tool_choice",),
+    "guided_json": ("structured_outputs",),
+    "guided_regex": ("structured_outputs",),
+    "guided_choice": ("structured_outputs",),
+    "guided_grammar": ("structured_outputs",),
+    "prompt": ("messages", "input"),
+    "messages": ("input", "prompt"),
+    "input": ("messages", "prompt"),
+    "inputs": ("input", "messages", "prompt"),
+    "content": ("prompt",),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+    "repeat_penalty": ("repetition_penalty",),
+    "logprobs": ("top_logprobs",),
+    **dict.fromkeys((*_OUTPUT_LIMITS, "max_completion_tokens", "max_new_tokens", "n_predict"), _OUTPUT_LIMITS),
+    **dict.fromkeys(("response_format", "output_format", "format"), _FORMATS),
+    **dict.fromkeys(("reasoning_effort", "reasoning", "thinking", "effort"), _EFFORTS),
 }
-"""Fields of older APIs -> the field that replaced each of them."""
+"""Fields of other APIs -> the fields with the same purpose, one for each of this server's APIs."""
+_SIMILAR = 0.78
+"""Similarity from which a field is taken for the misspelled one."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -111,9 +129,12 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
     problems = error.errors(include_url=False)
     first = problems[0]
     if first["type"] == "json_invalid":
-        return ApiError(
-            400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json"
+        reason = first["msg"].removeprefix("Invalid JSON: ")
+        is_deep = reason.startswith("recursion limit exceeded")
+        message = (
+            "the arrays and objects of the body are nested too deeply" if is_deep else f"the body is not JSON: {reason}"
         )
+        return ApiError(400, message, code="invalid_json")
     # A value that fits no branch of a union causes one error per branch. Report the branch with matching types or the deepest path.
     # A wrong `type` explains the other errors of an object.
     field = first["loc"][:1]
@@ -121,24 +142,27 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
     first = max(
         alternatives, key=lambda p: (not p["type"].endswith("_type"), _depth(p["loc"]), p["loc"][-1:] == ("type",))
     )
+    if first["type"] == "missing":  # a field with another name explains why it is missing
+        renamed = (p for p in problems if p["type"] == "extra_forbidden" and _means(p["loc"], first["loc"], model))
+        first = next(renamed, first)
     param = _path(first["loc"])
     if first["type"] == "extra_forbidden":
         message = f"unknown field {param!r}{_hint(first['loc'], model)}"
     else:
-        message = _sentence(param, dict.fromkeys(p["msg"] for p in alternatives if _path(p["loc"]) == param))
+        reasons = dict.fromkeys(p["msg"] for p in alternatives if _path(p["loc"]) == param)
+        message = _sentence("" if _place(first) else param, reasons)
         if first["type"] not in _WITHOUT_VALUE:
             message += f"; got {_truncate_json(first.get('input'))}"
-    param = _path((*first["loc"], *_named_field(first)))
-    other_fields = len({p["loc"][:1] for p in problems} - {field})
+    param = _path((*first["loc"], *_place(first)))
+    other_fields = len({p["loc"][:1] for p in problems} - {field, first["loc"][:1]})
     if other_fields:
         message += f" (and {counted(other_fields, 'more wrong field')})"
     return ApiError(400, message, param=param or None, code=first["type"])
 
 
-def _named_field(problem: ErrorDetails) -> tuple[str, ...]:
-    """Return the field that `field_error` names, if there is one."""
-    name = problem.get("ctx", {}).get("field")
-    return () if name is None else (name,)
+def _place(problem: ErrorDetails) -> tuple[int | str, ...]:
+    """Return the path inside the value that the error's sentence names, or nothing; see `field_error`."""
+    return problem.get("ctx", {}).get("place", ())
 
 
 def _hint(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
@@ -146,10 +170,34 @@ def _hint(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
     name = str(location[-1])[:64]
     if len(location) > 1:
         return ""
-    if (replacement := _REPLACED.get(name)) in model.model_fields:
-        return f"; send {replacement} instead"
-    close = nearest(name, model.model_fields)
-    return f"; did you mean {', '.join(close)}?" if close else ""
+    if other := _other_name(name, model):
+        return f"; send {other} instead"
+    close = _similar_field(name, model)
+    return f"; did you mean {close}?" if close else ""
+
+
+def _means(unknown: tuple[int | str, ...], missing: tuple[int | str, ...], model: type[BaseModel]) -> bool:
+    """Return whether an unknown field stands for a missing one."""
+    names = [str(location[-1])[:64] for location in (unknown, missing) if len(location) == 1]
+    if len(names) < 2:
+        return False
+    return (_other_name(names[0], model) or _similar_field(names[0], model)) == names[1]
+
+
+def _other_name(name: str, model: type[BaseModel]) -> str | None:
+    """Return the path of the field with the purpose of another API's field, or None."""
+    paths = _OTHER_NAMES.get(name, ())
+    return next((path for path in paths if path.partition(".")[0] in model.model_fields), None)
+
+
+def _similar_field(name: str, model: type[BaseModel]) -> str | None:
+    """Return the field whose name is spelled almost like `name`, or None. Case and underscores do not matter."""
+    fields = {_plain(field): field for field in model.model_fields}
+    return next((fields[plain] for plain in nearest(_plain(name), fields, 1, cutoff=_SIMILAR)), None)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]", "", name).lower()
 
 
 def _sentence(param: str, reasons: Iterable[str]) -> str:

@@ -32,7 +32,7 @@ def field_error(name: str, message: str) -> PydanticCustomError:
         name: Name of the field.
         message: A sentence that names the field.
     """
-    return PydanticCustomError("value_error", "{message}", {"message": message, "field": name})
+    return PydanticCustomError("value_error", "{message}", {"message": message, "place": (name,)})
 
 
 class Body(BaseModel):

@@ -64,8 +64,8 @@ def tokenize_conversation(body: TokenizeRequest) -> Conversation:
         messages=[message.template_fields for message in body.messages or ()],
         use=choose_tools([tool.sent for tool in body.tools or ()], None, None),
         options=body.chat_template_kwargs or {},
-        prompt=body.add_generation_prompt,
-        continues=body.continue_final_message,
+        prompt=body.add_generation_prompt is not False,
+        continues=bool(body.continue_final_message),
     )
 
 

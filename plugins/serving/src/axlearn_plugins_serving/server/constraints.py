@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +29,10 @@ _JSON_LIMITS = LLParserLimits(max_items_in_row=2_000, step_max_items=5_000, step
 grows only linearly with the items."""
 _CALLS = "calls"
 """Name of the grammar of required calls, which has the limits of JSON schemas."""
+
+
+_REMOTE = re.compile(r"Resource '(.{1,200}?)' is not present in a registry")
+"""llguidance's error for a reference to a schema elsewhere."""
 
 
 class _Vocabulary:
@@ -115,11 +120,11 @@ class Grammars:
 
     def _check_parameters(self, function: Function) -> None:
         try:
-            self.new({"type": "object", **function.parameters})
+            self.new({**function.parameters, "type": "object"})
         except ApiError as error:
             reason = error.message.split(" cannot be used: ", 1)[-1]
             message = f"{function.path}: the parameters of the tool {function.name!r} cannot be used: {reason}"
-            raise ApiError(400, message, param=function.path, code="invalid_json_schema") from None
+            raise ApiError(400, message, param=function.path, code="invalid_function_parameters") from None
 
     def constrain(self, grammar: str, param: str = "response_format") -> GrammarConstraint:
         """Build a constraint from a grammar in llguidance's format.
@@ -154,7 +159,10 @@ class Grammars:
         param, value = source.param, source.value
         try:
             if source.kind == "json":
-                return self.new(json.loads(value) if isinstance(value, str) else value, param=param)
+                schema = json.loads(value) if isinstance(value, str) else value
+                if not isinstance(schema, dict):
+                    raise ValueError("it should be a JSON object")
+                return self.new(schema, param=param)
             if source.kind == "choice":  # as a single terminal, whose alternatives do not count toward the limits
                 choices = " | ".join(json.dumps(choice) for choice in json.loads(value))
                 grammar = LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
@@ -194,6 +202,10 @@ def _try_first_token(constraint: GrammarConstraint) -> None:
 
 
 def _grammar_error(reason: str, param: str) -> ApiError:
+    if match := _REMOTE.search(reason):
+        reason = f"it refers to {match.group(1)!r}, but this server does not fetch schemas; include it under $defs"
+    if reason.startswith("recursion limit exceeded"):
+        reason = "it is nested too deeply"
     is_schema = "json" in param or "schema" in param or param.startswith(("response_format", "tools"))
     kind, code = ("JSON schema", "invalid_json_schema") if is_schema else ("grammar", "invalid_grammar")
     return ApiError(400, f"{param}: the {kind} cannot be used: {reason}", param=param, code=code)

@@ -27,7 +27,7 @@ async def embeddings(request: HttpRequest) -> Response:
     body = await read_json(EmbeddingRequest, request)
     adapter = service.adapter(body.model)
     texts: Any = [body.input] if isinstance(body.input, str) or isinstance(body.input[0], int) else body.input
-    prompts = await service.encode(texts) if isinstance(texts[0], str) else texts
+    prompts = await service.encode(texts, param="input", new_tokens=0) if isinstance(texts[0], str) else texts
     service.check_accepting()
     service.check_prompts(prompts, "input", 0)
     requests = [

@@ -57,7 +57,7 @@ def _prefix_rules(name: str, continuations: Mapping[str, str]) -> Iterator[str]:
 
 
 def _arguments(parameters: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({"type": "object", **parameters, "x-guidance": JSON_OPTIONS})
+    return "%json " + json.dumps({**parameters, "type": "object", "x-guidance": JSON_OPTIONS})
 
 
 class ForcedCallParser:

@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from axlearn_plugins_serving.server.body import Body, TemplatePart, choose_by_type, tag
 from axlearn_plugins_serving.server.early_checks import exceeds
+from axlearn_plugins_serving.server.parameter_schemas import check_parameters
 from axlearn_plugins_transformer.text.messages import REASONING, TEXT_PARTS
 
 MAX_TOOL_COUNT = 512
@@ -103,11 +104,22 @@ CallArguments = Annotated[dict[str, Any], AfterValidator(_check_length)]
 """The arguments of a call as an object."""
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
 class FunctionCall(MessagePart):
     """A call made by the assistant. `arguments` is an object or its JSON text."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
+
+    @property
+    def sent_arguments(self) -> str | dict[str, Any]:
+        """The arguments as the client sent them, or an empty object if there are none."""
+        if self.arguments is None or (isinstance(self.arguments, str) and not self.arguments.strip()):
+            return "{}"
+        return self.arguments
 
     @field_validator("arguments")
     @classmethod
@@ -115,8 +127,10 @@ class FunctionCall(MessagePart):
         _check_length(arguments)
         if isinstance(arguments, str) and arguments.strip():
             try:
-                value = json.loads(arguments)
-            except (ValueError, RecursionError) as error:
+                value = json.loads(arguments, parse_constant=_refuse_constant)
+            except RecursionError:
+                raise ValueError("the arguments are nested too deeply") from None
+            except ValueError as error:
                 raise ValueError(f"the arguments are not JSON: {error}") from None
             if not isinstance(value, dict):
                 raise ValueError("the arguments are not a JSON object")
@@ -133,9 +147,7 @@ class ToolCall(MessagePart):
     @property
     def template_fields(self) -> dict[str, Any]:
         """The call as the template expects it."""
-        function = dict(self.function.sent)
-        if isinstance(function.get("arguments"), str) and not function["arguments"].strip():
-            function["arguments"] = "{}"
+        function = {**self.function.sent, "arguments": self.function.sent_arguments}
         return {**self.sent, "type": "function", "function": function}
 
 
@@ -189,6 +201,8 @@ assert set(REASONING) <= set(Message.model_fields)
 
 
 ToolName = Annotated[str, Field(min_length=1, max_length=128)]
+Parameters = Annotated[dict[str, Any], AfterValidator(check_parameters)]
+"""The JSON schema of a tool's arguments."""
 
 
 class FunctionDefinition(TemplatePart):
@@ -196,7 +210,7 @@ class FunctionDefinition(TemplatePart):
 
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 
@@ -262,13 +276,14 @@ def _check_tools(tools: list[Any]) -> list[Any]:
             {"limit": MAX_TOOLS},
         )
     indices: dict[str, int] = {}
-    for index, function in enumerate(functions):
-        first = indices.setdefault(function.name, index)
-        if first != index:
-            message = "tools[{first}] and tools[{second}] have the same name, '{name}'; rename one of them"
-            raise PydanticCustomError(
-                "invalid_tools", message, {"name": function.name, "first": first, "second": index}
-            )
+    for second, function in enumerate(functions):
+        first = indices.setdefault(function.name, second)
+        if first != second:
+            place = (second, "function", "name") if isinstance(tools[second], Tool) else (second, "name")
+            path = f"tools[{second}]." + ".".join(place[1:])
+            message = "{path} is '{name}', as in tools[{first}]; rename one of the tools"
+            details = {"path": path, "name": function.name, "first": first, "place": place}
+            raise PydanticCustomError("invalid_tools", message, details)
     return tools
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from axlearn_core.errors import RequestError, WorkError
+from axlearn_plugins_serving.server.request_record import REQUEST_ID
 
 NAME = "axlearn"
 
@@ -28,7 +29,14 @@ class ReplicaApp:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request. Handle lifespan events by opening and closing the model."""
         if scope["type"] != "lifespan":
-            await self._app(scope, receive, send)
+
+            async def send_once(message: Any) -> None:
+                if message["type"] == "http.response.start":  # Ray Serve adds the same id
+                    headers = [each for each in message["headers"] if each[0].lower() != REQUEST_ID.encode()]
+                    message = {**message, "headers": headers}
+                await send(message)
+
+            await self._app(scope, receive, send_once)
             return
         while True:
             message = await receive()
@@ -48,6 +56,7 @@ class ReplicaApp:
         from axlearn_plugins_serving.server.app import create_app
 
         self._service = await asyncio.to_thread(self._open)
+        self._service.is_replica = True
         self._service.thread.start()
         self._app = create_app(self._service, self._limits)
 

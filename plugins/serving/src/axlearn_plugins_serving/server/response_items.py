@@ -102,7 +102,7 @@ def item_messages(items: Sequence[Any]) -> list[dict[str, Any]]:
             else:
                 messages.append({"role": item.role, "content": text})
         elif isinstance(item, FunctionCallItem):
-            function = {"name": item.name, "arguments": item.arguments or "{}"}
+            function = {"name": item.name, "arguments": item.sent_arguments}
             calls = _assistant(messages).setdefault("tool_calls", [])
             calls.append({"id": item.call_id, "type": "function", "function": function})
         elif isinstance(item, FunctionOutputItem):

@@ -113,6 +113,11 @@ async def _stored(request: HttpRequest) -> StoredResponse:
 
 
 def _unknown(service: Service, id: str) -> str:
+    if service.is_replica:
+        return (
+            f"this replica has no stored response with the id {id[:80]!r}; replicas do not share their stored responses, so send "
+            "the whole conversation"
+        )
     return (
         f"no stored response has the id {id[:80]!r}; it was created with `store: false`, was deleted, or was evicted (the "
         f"server keeps the newest {service.responses.max_responses:,} responses, up to "

@@ -7,6 +7,7 @@ Validation stops at the first wrong item of a list and rejects oversized diction
 could have millions of errors.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -39,11 +40,18 @@ MAX_LOGPROBS = 20
 MAX_TEXTS = 2048
 """Maximum number of texts to embed in one request, as in OpenAI's API."""
 MAX_BAD_WORDS = 128
-_TOKEN = r"^(0|[1-9][0-9]{0,8})$"
+
+
+def check_token_key(key: str) -> str:
+    """Reject a key that is not a token id."""
+    if not re.fullmatch(r"0|[1-9][0-9]{0,8}", key, re.ASCII):
+        raise ValueError("the keys are token ids, such as '1234'")
+    return key
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(check_context)]
+TokenKey = Annotated[str, AfterValidator(check_token_key)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -149,6 +157,11 @@ ResponseFormat = Annotated[
 ]
 
 
+def _check_stream_options(options: StreamOptions | None, stream: bool | None) -> None:
+    if options is not None and not stream:
+        raise field_error("stream_options", "stream_options needs a stream: set stream to true")
+
+
 class SamplingFields(Body):
     """Fields that all generating endpoints share.
 
@@ -186,7 +199,7 @@ class SamplingFields(Body):
     return_token_ids: bool = False
     logit_bias: (
         Annotated[
-            dict[Annotated[str, Field(pattern=_TOKEN)], Annotated[float, Field(ge=-100, le=100)]],
+            dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]],
             Field(max_length=MAX_ENTRIES),
             BeforeValidator(check_entries),
         ]
@@ -205,19 +218,23 @@ class SamplingFields(Body):
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> "SamplingFields":
-        if self.stream_options is not None and not self.stream:
-            raise field_error("stream_options", "stream_options needs a stream: set stream to true")
+    def _check_stream(self) -> "SamplingFields":
+        _check_stream_options(self.stream_options, self.stream)
         if self.prompt_logprobs is not None and self.stream:
             raise field_error("prompt_logprobs", "prompt_logprobs does not support streams: set stream to false")
         return self
 
     @model_validator(mode="after")
     def _check_constraints(self) -> "SamplingFields":
-        formats = [None if isinstance(self.response_format, TextFormat) else self.response_format]
-        constraints = [*formats, self.structured_outputs, self.json_schema, self.grammar]
-        if sum(constraint is not None for constraint in constraints) > 1:
-            raise ValueError("set only one of response_format, structured_outputs, json_schema and grammar")
+        constraints = {
+            "grammar": self.grammar,
+            "json_schema": self.json_schema,
+            "structured_outputs": self.structured_outputs,
+            "response_format": None if isinstance(self.response_format, TextFormat) else self.response_format,
+        }
+        names = [name for name, constraint in constraints.items() if constraint is not None]
+        if len(names) > 1:
+            raise field_error(names[0], f"set only one of {', '.join(constraints)}")
         if exceeds(self.json_schema, MAX_SCHEMA):
             raise field_error("json_schema", f"json_schema has more than {MAX_SCHEMA} characters")
         return self
@@ -263,6 +280,12 @@ class CompletionRequest(SamplingFields):
         return self
 
 
+def _check_continuation(continues: bool | None, adds_prompt: bool | None) -> None:
+    if continues and adds_prompt:
+        message = "continue_final_message continues the last message, so add_generation_prompt must be false"
+        raise field_error("continue_final_message", message)
+
+
 class ChatRequest(SamplingFields):
     """`POST /v1/chat/completions`.
 
@@ -305,11 +328,7 @@ class ChatRequest(SamplingFields):
     def _check_fields(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise field_error("top_logprobs", "top_logprobs needs logprobs: set logprobs to true")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise field_error(
-                "continue_final_message",
-                "continue_final_message continues the last message, so add_generation_prompt must be false",
-            )
+        _check_continuation(self.continue_final_message, self.add_generation_prompt)
         return self
 
 
@@ -433,6 +452,7 @@ class ResponseRequest(ResponseInput):
     def _check_background(self) -> "ResponseRequest":
         if self.background and (not self.store or self.stream):
             raise field_error("background", "background: true does not support store: false or stream: true")
+        _check_stream_options(self.stream_options, self.stream)
         return self
 
 
@@ -492,15 +512,15 @@ class TokenizeRequest(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     tools: ToolList[Tool] | None = None
     chat_template_kwargs: TemplateOptions | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _check_one(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("pass either prompt or messages")
+            raise field_error("messages", "pass either prompt or messages")
         if self.tools is not None and self.messages is None:
             raise field_error("tools", "tools need messages: omit tools if there is a prompt")
         if self.add_special_tokens and self.messages is not None:
@@ -508,6 +528,7 @@ class TokenizeRequest(Body):
                 "add_special_tokens",
                 "add_special_tokens needs a prompt: the chat template writes the special tokens of messages",
             )
+        _check_continuation(self.continue_final_message, self.add_generation_prompt)
         return self
 
 

@@ -58,6 +58,7 @@ class Service:
         state: `ok`, `sleeping` or `draining` (no new requests), or `failed`.
         allows_sleep: Whether clients can make the engine sleep.
         allows_adapters: Whether clients can load adapters from the server's file system.
+        is_replica: Whether other servers, with stored responses of their own, answer at the same address.
         start_compilations: Number of programs that XLA compiled during startup; 0 if exported programs were loaded.
         bodies: Parses requests.
         text_pool: Threads that parse and tokenize.
@@ -79,6 +80,7 @@ class Service:
     aliases: tuple[str, ...] = ()
     allows_sleep: bool = False
     allows_adapters: bool = False
+    is_replica: bool = False
     created: int = attrs.field(factory=lambda: int(time.time()))
     grammars: Grammars = attrs.field(init=False)
     metrics: Metrics = attrs.field(init=False)
@@ -122,7 +124,15 @@ class Service:
         hint = f"did you mean {', '.join(close)}?" if close else f"this server has {', '.join(names)}"
         raise ApiError(404, f"unknown model {model[:200]!r}; {hint}", param="model", code="model_not_found")
 
-    async def encode(self, texts: Sequence[str], *, limited: bool = True, with_special: bool = True) -> list[list[int]]:
+    async def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        limited: bool = True,
+        with_special: bool = True,
+        param: str = "prompt",
+        new_tokens: int = 1,
+    ) -> list[list[int]]:
         """Encode texts as prompts, with the tokenizer's prefix.
 
         Args:
@@ -130,6 +140,8 @@ class Service:
             limited: Whether to reject texts that cannot fit into the context. If False, only texts longer than `COUNTED`
                 characters are rejected.
             with_special: Whether to add the tokenizer's BOS token.
+            param: Name of the texts in error messages.
+            new_tokens: Minimum number of output tokens.
 
         Raises:
             ApiError: 400 if a text is too long.
@@ -137,12 +149,14 @@ class Service:
 
         def encode() -> list[list[int]]:
             for text in texts:
-                self.text_limit.check(text, "prompt", allowed=0 if limited else COUNTED)
+                self.text_limit.check(text, param, allowed=0 if limited else COUNTED)
             prompts = []
             for text in texts:
                 prompts.append(self.text.encode_prompt(text) if with_special else self.text.encode_marker(text))
                 if limited:
-                    self.text_limit.check_tokens(len(prompts[-1]), "prompt")  # fail before tokenizing any other text
+                    self.text_limit.check_tokens(
+                        len(prompts[-1]), param, new_tokens
+                    )  # fail before tokenizing any other text
             return prompts
 
         return await self.text_pool.run(encode, sum(map(len, texts)))
@@ -282,6 +296,10 @@ class Service:
     ) -> GrammarConstraint | StagedConstraint | None:
         format, grammar = fields.response_format, None
         if reader.use.mode == "required":
+            if (source := fields.grammar_source) is not None:
+                name = source.param.partition(".")[0]
+                message = f"{name}: tool_choice requires a call, so there is no text to constrain; remove {name}"
+                raise ApiError(400, message, param=name)
             grammar = await asyncio.to_thread(self.grammars.force_calls, reader.use)
         elif (source := fields.grammar_source) is not None:
             grammar = await asyncio.to_thread(self.grammars.build, source)

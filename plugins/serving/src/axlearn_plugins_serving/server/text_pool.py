@@ -87,14 +87,16 @@ class TextLimit:
 
     def check_tokens(self, count: int, param: str, new_tokens: int = 1) -> None:
         """Raise `ApiError` (400) if `count` plus `new_tokens` exceeds the context."""
-        if count + new_tokens > self._context:
-            raise ApiError(
-                400,
-                f"the context has {self._context} tokens, but the prompt has {count} and the output may have {new_tokens}; "
-                "shorten the prompt or lower max_tokens",
-                param=param,
-                code="context_length_exceeded",
-            )
+        if count + new_tokens <= self._context:
+            return
+        message = f"the context has {self._context} tokens, but the prompt has {count}"
+        if count + 1 <= self._context:
+            message += f" and the output may have {new_tokens}; shorten the prompt or lower the limit of the output"
+        elif count > self._context:
+            message += "; shorten the prompt"
+        else:
+            message += ", which leaves no room for an output; shorten the prompt"
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     @functools.cached_property
     def _longest(self) -> int | None:
