@@ -37,8 +37,13 @@ class Batches:
 
 @pytest.fixture
 def session(tmp_path):
+    program = SimpleNamespace(
+        put=lambda batch: batch,
+        functional=SimpleNamespace(describe=lambda: None),
+        config=SimpleNamespace(model=None),
+    )
     session = Session(
-        program=SimpleNamespace(put=lambda batch: batch), state=jnp.zeros(1), step=0, max_steps=8, log_every_steps=1, seed=0,
+        program=program, state=jnp.zeros(1), step=0, max_steps=8, log_every_steps=1, seed=0,
         input=None, batches=Batches(), evaluators={}, checkpointer=None, run_dir=RunDir(tmp_path, resumes=False),
     )  # fmt: skip
     session.events.add(early_stop(session))
