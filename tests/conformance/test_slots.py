@@ -75,7 +75,19 @@ class TextEvaluator(EvaluatorSuite):
             "sample-evaluator": {"max_tokens": 4},
         }
         name = next(n for n, c in installed_parts.components().items() if c is type(self.config))
+        if name == "reward-evaluator":
+            self.edits = self.train_with_rewards(tmp_path)
         self.config = installed_parts.toy_config(type(self.config), **more.get(name, {}))
+
+
+    def train_with_rewards(self, folder):
+        """The changes to a trainer whose evaluator samples answers to examples."""
+        rows = "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(8))
+        (folder / "sums.jsonl").write_text(rows)
+        task = {"type": "jsonl-task", "paths": str(folder / "sums.jsonl"), "validation_fraction": 0.5}
+        options = {"task": task, "batch_size": 4, "group_size": 2, "max_tokens": 4, "kl": 0}
+        cfg = ax.resolve("quickstart", with_={"grpo": options}, set=SETTINGS).config
+        return {name: getattr(cfg, name) for name in ("model", "input", "learner", "objective", "loop")}
 
 
 _evaluators = installed_parts.implementations(Evaluator)

@@ -27,7 +27,7 @@ def gpt_oss_20b() -> Trainer.Config:
 
 
 def gpt_oss_120b() -> Trainer.Config:
-    """Pretrain gpt-oss-120b, a mixture of 128 experts. It has 116.8B parameters, and a token uses 5.1B.
+    """Pretrain gpt-oss-120b, a mixture of 128 experts. It has 117B parameters, and a token uses 5.1B.
 
     Sizes: huggingface.co/openai/gpt-oss-120b/blob/main/config.json.
     """
