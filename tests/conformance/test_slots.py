@@ -79,7 +79,6 @@ class TextEvaluator(EvaluatorSuite):
             self.edits = self.train_with_rewards(tmp_path)
         self.config = installed_parts.toy_config(type(self.config), **more.get(name, {}))
 
-
     def train_with_rewards(self, folder):
         """The changes to a trainer whose evaluator samples answers to examples."""
         rows = "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(8))
