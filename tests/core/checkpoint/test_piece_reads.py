@@ -12,10 +12,8 @@ from axlearn_core.checkpoint.shards import DamagedError, Piece, StoredArray
 COUNT, COLUMNS = 12, 16
 
 
-class ObjectStore(LocalStorage):
-    """Counts the requests, and the bytes of each."""
-
-    joined_bytes = 200
+class CountingStorage(LocalStorage):
+    """Records the requests, and the bytes of each."""
 
     def __init__(self, path):
         super().__init__(path)
@@ -26,11 +24,17 @@ class ObjectStore(LocalStorage):
         super().read_into(path, begin, buffer)
 
 
-def write(path, *, files=1, count=COUNT):
+class ObjectStore(CountingStorage):
+    """A storage whose small reads are joined."""
+
+    joined_bytes = 200
+
+
+def write(path, *, files=1, count=COUNT, storage=ObjectStore):
     """Store arrays, whose rows are in as many files. Return a storage and the arrays with their values."""
     values = {f"w{i:02}": np.arange(files * COLUMNS, dtype=np.int32).reshape(files, COLUMNS) + i for i in range(count)}
     pieces = {name: [] for name in values}
-    storage = ObjectStore(path)
+    storage = storage(path)
     for row in range(files):
         data = b""
         for name, value in values.items():
@@ -72,13 +76,10 @@ def test_requests_have_a_maximum_size(tmp_path, monkeypatch):
     assert sorted(size // 64 for _, _, size in storage.requests) == [2, 5, 5]
 
 
-@pytest.mark.parametrize("joined_bytes", [None, 64])
-def test_other_storages_and_larger_pieces_are_read_one_by_one(tmp_path, monkeypatch, joined_bytes):
-    if joined_bytes is None:
-        monkeypatch.delattr(ObjectStore, "joined_bytes")
-    else:
-        monkeypatch.setattr(ObjectStore, "joined_bytes", joined_bytes)
-    storage, arrays, values = write(tmp_path)
+@pytest.mark.parametrize("kind", [CountingStorage, ObjectStore])
+def test_other_storages_and_larger_pieces_are_read_one_by_one(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(ObjectStore, "joined_bytes", 64)
+    storage, arrays, values = write(tmp_path, storage=kind)
     check_read(storage, arrays, values)
     assert [size for _, _, size in storage.requests] == [64] * COUNT
 
