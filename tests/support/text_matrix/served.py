@@ -15,12 +15,17 @@ from axlearn_core.errors import AxlearnError
 from axlearn_plugins_models.huggingface.import_export import export_run
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.server.app import create_app
-from axlearn_plugins_serving.server.command import _config, _open
+from axlearn_plugins_serving.server.command import _config, _open, serve
 from axlearn_plugins_transformer.text.text_stream import write_text
 from support.text_matrix import reference as texts
 from support.text_matrix.routes import DPO, Captured, Distillation, Evaluation, Harness, Route, Training, captured
 
 SMALL = ("max_rows=2", "row_buckets=[]", "chunk_buckets=[]", "block_size=16", "max_step_tokens=128")
+
+
+_DEFAULTS = serve.make_context("serve", ["a-model"]).params
+_OPTIONS = {**_DEFAULTS, "set_": tuple(f"serving.runner.{setting}" for setting in SMALL)}
+"""Options of `axlearn serve`."""
 
 
 class Load(Route):
@@ -117,15 +122,7 @@ class Serve(Route):
     def results(self) -> dict[str, Any]:
         """Return the answers to all questions; the server only runs meanwhile."""
         with mock.patch("axlearn_plugins_serving.runner.ModelRunner.warm_up"):
-            service = _open(
-                str(self.uri()),
-                None,
-                None,
-                _config(tuple(f"serving.runner.{setting}" for setting in SMALL), None, ()),
-                None,
-                None,
-                None,
-            )
+            service = _open(str(self.uri()), _OPTIONS, _config(_OPTIONS, ()))
         engine, prompts = service.thread.engine, []
         add = engine.add
 
