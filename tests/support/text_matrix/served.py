@@ -23,9 +23,9 @@ from support.text_matrix.routes import DPO, Captured, Distillation, Evaluation, 
 SMALL = ("max_rows=2", "row_buckets=[]", "chunk_buckets=[]", "block_size=16", "max_step_tokens=128")
 
 
-_DEFAULTS = serve.make_context("serve", ["a-model"]).params
-_OPTIONS = {**_DEFAULTS, "set_": tuple(f"serving.runner.{setting}" for setting in SMALL)}
-"""Options of `axlearn serve`."""
+_WORDS = ["a-model", "--tool-parser", "none", *(word for s in SMALL for word in ("--set", f"serving.runner.{s}"))]
+_OPTIONS = serve.make_context("serve", _WORDS).params
+"""Options of `axlearn serve`. Templates of the matrix have a format of calls that no parser reads."""
 
 
 class Load(Route):
