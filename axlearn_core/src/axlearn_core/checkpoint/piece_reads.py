@@ -55,6 +55,12 @@ class _Span:
     def bytes(self) -> int:
         return self.pieces[-1].end - self.begin
 
+    @property
+    def turns(self) -> range:
+        """The turns during which the span is in memory."""
+        turns = [piece.turn for piece in self.pieces]
+        return range(min(turns), max(turns) + 1)
+
 
 class PieceReads:
     """Reads pieces, each once. It is thread-safe.
@@ -72,7 +78,7 @@ class PieceReads:
         self._storage, self._folder = storage, folder
         limit = storage.joined_bytes if isinstance(storage, JoinsReads) else 0
         spans = _limit_memory(_join_pieces(pieces, limit))
-        self._order = sorted(spans, key=lambda span: span.pieces[0].turn)
+        self._order = sorted(spans, key=lambda span: span.turns.start)
         self._spans = {(p.piece.file, p.piece.offset): span for span in spans for p in span.pieces}
         self._started = 0
         self._lock = threading.Lock()
@@ -148,14 +154,12 @@ def _join_pieces(pieces: Iterable[PlacedPiece], limit: int) -> list[_Span]:
 
 def _limit_memory(spans: Sequence[_Span]) -> list[_Span]:
     """Return spans that together need at most `BUDGET` bytes at any time."""
-    turns = {id(span): [piece.turn for piece in span.pieces] for span in spans}
-    times = {key: (min(values), max(values)) for key, values in turns.items()}
-    used = np.zeros(max((end for _, end in times.values()), default=0) + 1, np.int64)
+    used = np.zeros(max((span.turns.stop for span in spans), default=0), np.int64)
     chosen = []
-    for span in sorted(spans, key=lambda span: times[id(span)][1] - times[id(span)][0]):
-        begin, end = times[id(span)]
-        if used[begin : end + 1].max() + span.bytes <= BUDGET:
-            used[begin : end + 1] += span.bytes
+    for span in sorted(spans, key=lambda span: len(span.turns)):
+        turns = slice(span.turns.start, span.turns.stop)
+        if used[turns].max() + span.bytes <= BUDGET:
+            used[turns] += span.bytes
             chosen.append(span)
     return chosen
 

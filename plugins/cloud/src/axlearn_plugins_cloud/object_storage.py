@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
-from axlearn_core.contracts.storage import MARKER, StoredFile
+from axlearn_core.contracts.storage import JOINED_BYTES, MARKER, StoredFile
 from axlearn_core.errors import MissingFileError, StorageError
 from axlearn_plugins_cloud.objects import MissingObjectError, Objects, RefusedError, TransientError
 
@@ -35,11 +35,10 @@ class ObjectStorage:
         objects: Client for the bucket.
         uri: URI of the storage, for use in messages.
         prefix: Prefix of all keys, without surrounding slashes.
-        joined_bytes: See `axlearn_core.contracts.storage.JoinsReads`. Object stores answer after about 0.1 s, and then send about
-            85 MB/s.
+        joined_bytes: See `axlearn_core.contracts.storage.JoinsReads`.
     """
 
-    joined_bytes = 8 * 2**20
+    joined_bytes = JOINED_BYTES
 
     def __init__(self, objects: Objects, uri: str, prefix: str):
         self.objects, self.uri, self.prefix = objects, uri.rstrip("/"), prefix

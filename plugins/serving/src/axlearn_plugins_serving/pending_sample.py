@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from axlearn_core.errors import RequestError
+from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_serving.contracts import FinishReason, Output, Request, TokenLogprobs
 from axlearn_plugins_serving.generation import Generation, Sample
 from axlearn_plugins_transformer.text.decoding import OutputText
@@ -52,7 +52,7 @@ class PendingSample:
         self.cached_tokens, self.finish = output.cached_tokens, output.finish
         self._records = output.records
         if output.error is not None:
-            self._error = RequestError(output.error)
+            self._error = RequestError(output.error) if output.request_wrong else WorkError(output.error)
         if self._output is not None and self._output.stopped:
             self.finish = "stop"
         else:

@@ -14,7 +14,7 @@ from axlearn_core.errors import RequestError
 from axlearn_core.nn.sharding import constrain
 
 KINDS = ("token", "page", "request")
-"""What an item of an array may belong to."""
+"""Values of `CacheEntry.per`."""
 
 
 @attrs.frozen(kw_only=True)

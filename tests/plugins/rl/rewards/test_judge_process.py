@@ -1,5 +1,7 @@
 """The worker processes that call judges."""
 
+import time
+
 import pytest
 
 from axlearn_plugins_rl.rewards import judge_process
@@ -50,6 +52,26 @@ def test_a_result_that_cannot_be_read_does_not_shift_the_others(pool):
 def test_jobs_that_wait_share_a_message(pool, messages):
     assert submit_together(pool, texts("1", "2"), texts("3"), texts("4", "5", "6")) == [[1, 2], [3], [4, 5, 6]]
     assert messages == [1, 6]
+
+
+def test_jobs_of_two_judges_share_a_message_each(pool, messages):
+    echo = pack_judge(make_echo, Unreadable)
+    busy = pool.submit_all(JUDGE, texts("sleep 0.5"), 10.0)
+    futures = [pool.submit_all((JUDGE, echo)[i % 2], texts(str(i)), 10.0) for i in range(6)]
+    assert busy.result() == [0.5]
+    assert [future.result() for future in futures] == [[0], ["1"], [2], ["3"], [4], ["5"]]
+    assert messages == [1, 3, 3]
+
+
+def test_jobs_that_wait_when_the_pool_closes_are_cancelled(pool):
+    assert pool.submit_all(JUDGE, texts("1"), 10.0).result() == [1]  # the process has started
+    busy = pool.submit_all(JUDGE, texts("sleep 60"), 90.0)
+    while not busy.running():
+        time.sleep(0.01)
+    waiting = pool.submit_all(JUDGE, texts("2"), 90.0)
+    pool.close()
+    assert waiting.cancelled()
+    assert "ended its process" in str(busy.result()[0])
 
 
 def test_a_failure_in_a_shared_message_belongs_to_its_call(pool):

@@ -111,7 +111,8 @@ def test_the_command_names_the_parts_that_run(runner_scale):
 
 def test_the_launcher_is_a_part(runner_scale):
     shown = runner_scale("--processes", "80", "--part", "launch").stdout
-    (header,) = [line for line in shown.splitlines() if line.startswith("seconds until")]
+    title, header, *_ = shown.partition("time from each event")[2].splitlines()
+    assert title == " to the last order to start again:"
     assert all(event in header for event in ("start", "death of a process", "lost host", "64 lost hosts"))
     assert "storage:" not in shown
 

@@ -38,6 +38,12 @@ def test_an_ambiguous_grammar_fails_early(grammars):
     assert "<state>" not in str(caught.value)
 
 
+def test_a_token_that_the_mask_forbids_is_no_fault_of_the_grammar(grammars):
+    constraint = grammars.build(GrammarSource("grammar", 'start: "x" "y"', "grammar"))
+    with pytest.raises(ValueError, match="doesn't satisfy the grammar"):
+        constraint.accept(ord("y"))
+
+
 def test_a_grammar_that_fails_with_the_first_token_is_refused(grammars):
     source = GrammarSource("grammar", "start: " + " | ".join(f'"x" "{i}"' for i in range(250)), "grammar")
     with pytest.raises(ApiError, match=r"it needs too much work for one token; simplify .* max is 200") as caught:

@@ -20,7 +20,7 @@ from axlearn_plugins_transformer.text import (
     Mixture,
     TokenizerJson,
 )
-from axlearn_plugins_transformer.text.chat_template import RenderedChat, Span
+from axlearn_plugins_transformer.text.chat_template import ChatTemplateError, RenderedChat, Span
 from axlearn_plugins_transformer.text.conversations import check_conversation
 
 ASK = {"role": "user", "content": "2 + 2?"}
@@ -141,8 +141,13 @@ def test_templates_run_in_a_sandbox_and_say_what_is_wrong(tmp_path):
         config = ChatTemplate.Config(path=str(tmp_path / "t.jinja"), **more)
         return config.build(tokenizer=ByteTokenizer.Config().build()).render_answers(talk)
 
-    with pytest.raises(InputError, match=r"t\.jinja cannot render it: access to attribute '__class__'"):
+    with pytest.raises(
+        ChatTemplateError, match=r"t\.jinja cannot render it: access to attribute '__class__'"
+    ) as caught:
         render("{{ ''.__class__.__mro__ }}")
+    copied = pickle.loads(pickle.dumps(caught.value))  # processes that read data send their errors
+    assert (str(copied), copied.reason) == (str(caught.value), caught.value.reason)
+    assert copied.reason.startswith("access to attribute")
     with pytest.raises(InputError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InputError, match=r"t\.jinja: line 1: "):

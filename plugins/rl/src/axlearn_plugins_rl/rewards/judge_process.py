@@ -113,7 +113,11 @@ class JudgePool:
         return job.future
 
     def close(self) -> None:
-        """End the processes. Calls that still run fail."""
+        """End the processes. Calls that still run fail, and jobs that wait are cancelled."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, deque()
+        for job in waiting:
+            job.future.cancel()
         while not self._workers.empty():
             self._workers.get().kill()
         self._threads.shutdown(cancel_futures=True)
@@ -136,14 +140,15 @@ class JudgePool:
                     job.future.set_exception(error)
 
     def _take_jobs(self) -> list[_Job]:
+        jobs: list[_Job] = []
         with self._lock:
             limit = -(-len(self._waiting) // self._count)
-            jobs: list[_Job] = []
-            while self._waiting and len(jobs) < limit:
-                if jobs and (self._waiting[0].judge, self._waiting[0].seconds) != (jobs[0].judge, jobs[0].seconds):
-                    break
-                jobs.append(self._waiting.popleft())
-            return jobs
+            others: deque[_Job] = deque()
+            for job in self._waiting:
+                is_alike = not jobs or (job.judge, job.seconds) == (jobs[0].judge, jobs[0].seconds)
+                (jobs if is_alike and len(jobs) < limit else others).append(job)
+            self._waiting = others
+        return jobs
 
 
 @functools.cache

@@ -53,15 +53,15 @@ def _part_table(part: str, costs: Sequence[Cost]) -> str:
 
 
 def _decisions(costs: Sequence[Cost]) -> list[str]:
-    """Return a table of the seconds of the launcher's decisions, if there are any."""
+    """Return a title and a table of the seconds of the launcher's decisions, if there are any."""
     names = list(dict.fromkeys(name for cost in costs for name in cost.decisions))
     if not names:
         return []
-    rows = [["seconds until all hosts were told to start after", *names]]
+    rows = [["hosts", *names]]
     for cost in costs:
         seconds = (cost.decisions.get(name) for name in names)
         rows.append([f"{cost.processes:,}", *("-" if s is None else f"{s:.3g} s" for s in seconds)])
-    return ["", _align(rows)]
+    return ["", "time from each event to the last order to start again:", _align(rows)]
 
 
 def _align(rows: Sequence[Sequence[str]]) -> str:

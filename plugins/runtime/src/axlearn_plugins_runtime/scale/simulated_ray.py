@@ -207,7 +207,7 @@ class SimulatedAgent:
 
 
 class SimulatedRay:
-    """Stands for the module `ray`, connected to a cluster. The names of its methods are those of Ray.
+    """Stands for the module `ray`, connected to a cluster. Its methods have Ray's names.
 
     Args:
         hosts: Number of nodes.

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from axlearn_core.contracts.storage import MARKER, StoredFile
+from axlearn_core.contracts.storage import JOINED_BYTES, MARKER, StoredFile
 from axlearn_core.errors import MissingFileError, StorageError
 from axlearn_plugins_runtime.scale.storage_models import Use
 
@@ -27,10 +27,10 @@ class SimulatedStorage:
     Attributes:
         files: Files of all processes.
         use: Requests of this process.
-        joined_bytes: Like that of `axlearn_plugins_cloud.object_storage.ObjectStorage`.
+        joined_bytes: See `axlearn_core.contracts.storage.JoinsReads`.
     """
 
-    joined_bytes = 8 * 2**20
+    joined_bytes = JOINED_BYTES
 
     def __init__(self, files: SimulatedFiles):
         self.files, self.use = files, Use()

@@ -28,7 +28,7 @@ PEER_SECONDS = 1.0
 
 @attrs.frozen
 class Supervision:
-    """What the launcher of a job did.
+    """The decisions of a job's launcher, and their costs.
 
     Attributes:
         decisions: Event -> seconds until all processes of the next attempt have been told to start.
@@ -119,7 +119,7 @@ def supervise_simulated(hosts: int, *, memory: bool = False) -> Supervision:
     """Run the launcher on simulated hosts through a start, a death, a lost host, a lost rack, and the end.
 
     Args:
-        hosts: Number of hosts that train. There are as many spares as a rack has hosts, and one more.
+        hosts: Number of hosts that train. There are as many spares as a rack has hosts, and two more.
         memory: Whether to measure the memory, which makes the seconds longer.
 
     Raises:

@@ -130,11 +130,13 @@ class Worker:
     def _send_prefilled(self, request: Any, output: Output) -> None:
         from axlearn_plugins_serving.disaggregated.handoff import write_prefix
 
+        if output.error is not None:
+            self.connection.send(Prefilled(request.id, None, output))
+            return
         self._count += 1
         path = self.folder / f"{self.connection.fileno()}-{id(self):x}-{self._count}"
         transfer = write_prefix(self.engine, request.prompt, request.adapter, path)
-        failure = None if output.error is None else output
-        self.connection.send(Prefilled(request.id, transfer, failure, output.cached_tokens))
+        self.connection.send(Prefilled(request.id, transfer, cached_tokens=output.cached_tokens))
 
 
 def main(descriptor: int) -> int:

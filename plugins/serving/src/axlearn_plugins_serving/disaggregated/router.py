@@ -289,7 +289,7 @@ class RouterEngine:
             if entry is None or entry.worker is not worker:
                 continue
             entry.has_output = entry.has_output or bool(output.tokens)
-            if entry.cached_tokens is None:  # there was no prefill
+            if entry.cached_tokens is None:  # a single worker computes the prompt and the output
                 self._count_cached(entry, output.cached_tokens)
             self._meter.output_tokens += len(output.tokens)
             if output.finish is not None:

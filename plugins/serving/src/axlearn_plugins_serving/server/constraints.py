@@ -11,12 +11,11 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.parsers.answer_formats import Function
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.conversation import ToolUse
 from axlearn_plugins_serving.server.forced_calls import forced_grammar
-from axlearn_plugins_serving.server.grammar_constraint import GrammarConstraint
+from axlearn_plugins_serving.server.grammar_constraint import GrammarConstraint, GrammarTooAmbiguousError
 from axlearn_plugins_serving.server.staged_constraint import StagedConstraint, Stages
 from axlearn_plugins_serving.server.structured_outputs import JSON_OPTIONS, GrammarSource
 from axlearn_plugins_transformer.text.decoding import HasTokenizerJson
@@ -142,8 +141,8 @@ class Grammars:
         constraint = GrammarConstraint(matcher, self._words, grammar)
         try:
             _try_first_token(constraint.copy())
-        except RequestError as error:
-            raise _grammar_error(str(error).replace("the constraint", "it", 1), param) from None
+        except GrammarTooAmbiguousError as error:
+            raise _grammar_error(f"it {error.reason}", param) from None
         return constraint
 
     @property
@@ -194,7 +193,7 @@ def _limits_of(grammar: str) -> LLParserLimits:
 
 
 def _try_first_token(constraint: GrammarConstraint) -> None:
-    """Accept any token that a constraint allows first. Raises `RequestError` if that exceeds the limits."""
+    """Accept any token that a constraint allows first. Raises `GrammarTooAmbiguousError` if that exceeds the limits."""
     (positions,) = np.nonzero(constraint.mask())
     if positions.size:
         bits = int(constraint.mask()[positions[0]])

@@ -5,6 +5,21 @@ from llguidance import LLMatcher
 
 from axlearn_core.errors import RequestError
 
+_REJECTED = "doesn't satisfy the grammar"
+"""Part of llguidance's error for a token that is not allowed."""
+
+
+class GrammarTooAmbiguousError(RequestError):
+    """A grammar needs too much work for one token.
+
+    Attributes:
+        reason: What to do, and the library's message.
+    """
+
+    def __init__(self, reason: str):
+        self.reason = f"needs too much work for one token; simplify its grammar or schema: {reason}"
+        super().__init__(f"the constraint {self.reason}")
+
 
 class GrammarConstraint:
     """A `Constraint` based on a grammar. Call it from a single thread.
@@ -24,7 +39,7 @@ class GrammarConstraint:
         """See `axlearn_plugins_serving.contracts.Constraint`.
 
         Raises:
-            RequestError: The grammar is too ambiguous for the library's limits.
+            GrammarTooAmbiguousError: The grammar exceeds the library's limits.
         """
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         self._check()
@@ -39,6 +54,6 @@ class GrammarConstraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = self._matcher.get_error().partition("\n<state>")[0]  # without a dump of the parser
-            raise RequestError(
-                f"the constraint needs too much work for one token; simplify its grammar or schema: {reason}"
-            )
+            if _REJECTED in reason:  # the engine drew a token that the mask forbids
+                raise ValueError(reason)
+            raise GrammarTooAmbiguousError(reason)

@@ -116,7 +116,7 @@ class FunctionCall(MessagePart):
 
     @property
     def sent_arguments(self) -> str | dict[str, Any]:
-        """The arguments as the client sent them, or an empty object if there are none."""
+        """The arguments that the client sent, or an empty object."""
         if self.arguments is None or (isinstance(self.arguments, str) and not self.arguments.strip()):
             return "{}"
         return self.arguments

@@ -154,9 +154,8 @@ class Service:
             for text in texts:
                 prompts.append(self.text.encode_prompt(text) if with_special else self.text.encode_marker(text))
                 if limited:
-                    self.text_limit.check_tokens(
-                        len(prompts[-1]), param, new_tokens
-                    )  # fail before tokenizing any other text
+                    # Fail before tokenizing any other text.
+                    self.text_limit.check_tokens(len(prompts[-1]), param, new_tokens)
             return prompts
 
         return await self.text_pool.run(encode, sum(map(len, texts)))

@@ -82,8 +82,8 @@ class ChatTemplateError(InputError):
         reason: The reason, without the template's file and the name of the conversation.
     """
 
-    def __init__(self, places: str, reason: str):
-        super().__init__(places + reason)
+    def __init__(self, message: str, reason: str = ""):  # with a default, because pickle passes only the message
+        super().__init__(message)
         self.reason = reason
 
 
@@ -207,10 +207,11 @@ class ChatTemplate(Configurable):
             marked = self._render(variables)
         except TemplateFailed as error:
             if error.line is not None:
-                raise ChatTemplateError(f"{self.name}: ", f"line {error.line}: {error}") from None
-            raise ChatTemplateError(f"{location}: {self.name} cannot render it: ", str(error)) from None
+                reason = f"line {error.line}: {error}"
+                raise ChatTemplateError(f"{self.name}: {reason}", reason) from None
+            raise ChatTemplateError(f"{location}: {self.name} cannot render it: {error}", str(error)) from None
         except FAILURES as error:
-            raise ChatTemplateError(f"{location}: {self.name} cannot render it: ", str(error)) from None
+            raise ChatTemplateError(f"{location}: {self.name} cannot render it: {error}", str(error)) from None
         parts, spans, start = [], [], 0
         for i, piece in enumerate(marked.replace(END, BEGIN).split(BEGIN)):
             parts.append(piece)
