@@ -1,11 +1,12 @@
-"""Prove random legal configs, and record each property that fails: a false alarm, or a fault of the framework.
+"""Prove the shipped experiments and random legal configs, and record each property that fails.
 
-    python benchmarks/legal_proofs.py --seeds 0..20              # about half a minute each
-    python benchmarks/legal_proofs.py --seeds 20..40 --minutes 1
+    python benchmarks/legal_proofs.py shipped 0..20              # the first 20 experiments by name, about a minute each
+    python benchmarks/legal_proofs.py random 20..40 --minutes 1  # seeds 20 to 39
 
-A seed chooses an experiment, up to three features that go together on it, and a dtype. Results are appended to
-`results/legal-proofs.jsonl`, one line for each config; configs that are already listed are left out. Exits with code 1 if a
-property failed.
+A seed chooses an experiment, up to three features that go together on it, and a dtype. A failure is a false alarm or a fault
+of the framework. Results are appended to `results/shipped-proofs.jsonl` and `results/random-proofs.jsonl`, one line for each
+config; configs that are already listed are left out. Exits with code 1 if a property failed, or if the time limit kept one of a
+shipped experiment from running.
 """
 
 import argparse
@@ -26,9 +27,9 @@ from axlearn_core.errors import PluginError, RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
-from axlearn_plugins_verify.prove.proof import FAILS, prove
+from axlearn_plugins_verify.prove.proof import FAILS, NOT_RUN, SEEDS, prove
 
-RESULTS = Path(__file__).parent / "results/legal-proofs.jsonl"
+RESULTS = Path(__file__).parent / "results"
 MAPPINGS = 30_000
 """Number of memory mappings after which the process starts again. It goes on with the next seed."""
 DTYPES = ("float32", "bfloat16")
@@ -63,13 +64,17 @@ def choose(seed: int) -> Request:
     return Request.from_arguments(experiment, with_=texts, set=settings)
 
 
-def record(seed: int, minutes: float) -> dict[str, Any]:
-    """Prove the config of a seed, and return its line."""
-    request = choose(seed)
+def shipped(index: int) -> Request:
+    """Return the request of an experiment by its position among the names of all experiments."""
+    return Request.from_arguments(sorted(entry.name for entry in registry().entries("experiments"))[index])
+
+
+def record(request: Request, minutes: float, seed: int, seeds: int) -> dict[str, Any]:
+    """Prove a config, and return its line."""
     begun = time.monotonic()
-    line: dict[str, Any] = {"seed": seed, "command": " ".join(request.words)}
+    line: dict[str, Any] = {"command": " ".join(request.words)}
     try:
-        proof = prove(request, minutes=minutes, seed=seed, seeds=1)
+        proof = prove(request, minutes=minutes, seed=seed, seeds=seeds)
     except PluginError:
         raise
     except RequestError as error:
@@ -95,28 +100,37 @@ def count_mappings() -> int:
     return Path("/proc/self/maps").read_bytes().count(b"\n")
 
 
+def is_wrong(line: dict[str, Any]) -> bool:
+    """Return whether a property failed, or whether a config could not be proven."""
+    return bool(line.get("failures") or line.get("error"))
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0..20", metavar="A..B", help="seeds from A up to but not including B")
-    parser.add_argument("--minutes", type=float, default=1.0, help="time limit of each proof")
+    parser.add_argument("configs", choices=("shipped", "random"), help="configs to prove")
+    parser.add_argument("range", metavar="A..B", help="numbers from A up to but not including B")
+    parser.add_argument("--minutes", type=float, help="time limit of each proof (default: 5 for shipped, 1 for random)")
     arguments = parser.parse_args()
-    first, _, last = arguments.seeds.partition("..")
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    recorded = {json.loads(line)["seed"] for line in lines}
-    failed = any(line.get("failures") or line.get("error") for line in map(json.loads, lines))
-    for seed in range(int(first), int(last)):
-        if seed in recorded:
+    is_shipped = arguments.configs == "shipped"
+    minutes = arguments.minutes or (5.0 if is_shipped else 1.0)
+    results = RESULTS / f"{arguments.configs}-proofs.jsonl"
+    first, _, last = arguments.range.partition("..")
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    recorded = {line["number"] for line in lines}
+    for number in range(int(first), int(last)):
+        if number in recorded:
             continue
-        line = record(seed, arguments.minutes)
+        request = shipped(number) if is_shipped else choose(number)
+        line = {"number": number, **record(request, minutes, 0 if is_shipped else number, SEEDS if is_shipped else 1)}
         jax.clear_caches()
-        failed |= bool(line.get("failures") or line.get("error"))
-        with RESULTS.open("a") as file:
+        lines.append(line)
+        with results.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
         if count_mappings() > MAPPINGS:  # some stay behind; with too many, LLVM cannot allocate memory
             os.execv(sys.executable, [sys.executable, *sys.argv])
-    raise SystemExit(int(failed))
+    raise SystemExit(any(is_wrong(line) or (is_shipped and line.get(NOT_RUN)) for line in lines))
 
 
 if __name__ == "__main__":

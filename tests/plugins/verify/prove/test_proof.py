@@ -53,7 +53,7 @@ def installed(monkeypatch):
     """Replace the installed properties, and keep configs as large as they are."""
     fakes = {}
     monkeypatch.setattr(proof, "properties", lambda: fakes)
-    monkeypatch.setattr(proof, "shrink", lambda config, devices: Shrunk(config=config, meshes=(), changes={}))
+    monkeypatch.setattr(proof, "shrink", lambda config, devices, deadline: Shrunk(config=config, meshes=(), changes={}))
     return fakes
 
 
@@ -128,10 +128,25 @@ def test_only_the_given_mesh_is_checked(installed, monkeypatch):
         ("dota=2", "did you mean: data"),
         ("data=3,tensor=4", "product of 2 to 8"),
         ("data", "not a mesh"),
+        ("pipeline=2", "got: pipeline=2; mesh.shape.pipeline: no mesh rule uses this axis"),
+        ("data=3", "not divisible by the mesh axes data (8 over 3 devices)"),
     ):
         result = CliRunner().invoke(cli, [*arguments, mesh])
         assert result.exit_code == 2
         assert message in result.output
+
+
+def test_the_printed_command_has_the_given_mesh(installed):
+    installed["mesh"] = Fake(failed())
+    arguments = ["prove", "quickstart", "--seeds", "1", "--mesh", "data=2"]
+    assert "--only mesh --mesh data=2" in CliRunner().invoke(cli, arguments).output
+
+
+def test_a_mesh_that_only_the_small_config_lacks_is_skipped():
+    features = ["pipeline:microbatches=2"]
+    (check,) = proof.prove("quickstart", with_=features, only=["mesh"], seeds=1, mesh={"pipeline": 4}).checks
+    assert check.status == "skipped"
+    assert "the small config cannot use the mesh pipeline=4: model (decoder." in check.reason
 
 
 def test_checks_after_the_time_limit_are_reported(installed, monkeypatch):

@@ -192,6 +192,13 @@ def test_a_size_that_cannot_be_shrunk_is_named(monkeypatch):
         shrink(config)
 
 
+def test_the_deadline_stops_the_search_for_smaller_sizes():
+    config = small("quickstart").config
+    assert shrink(config, deadline=0.0).config == config
+    with pytest.raises(RequestError, match=r"time limit was reached[\s\S]*fix: allow more time with --minutes"):
+        shrink(ax.resolve("llama3-8b").config, deadline=0.0)
+
+
 class WideNetwork(ax.Layer):
     """A feed-forward layer whose sizes have other names, and go together in its own way."""
 

@@ -1,12 +1,15 @@
 """A mesh gives the same loss and gradients as one device."""
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import attrs
 import jax
 
 from axlearn_core.compose import ModelWeights, Program
+from axlearn_core.compose.program import find_layout_problem
 from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Outcome
 from axlearn_plugins_verify.prove.double_precision import repeat_if_doubtful
@@ -20,8 +23,10 @@ class Meshes:
     summary: ClassVar[str] = "a mesh gives the loss and the gradients of one device"
 
     def skip_reason(self, case: Any) -> str | None:
-        """Skip configs that do not fit any mesh of the local devices."""
-        return None if case.meshes else "no mesh of several devices divides the parameters and the batch"
+        """Skip configs that do not fit any mesh of the local devices, and a given mesh that the small config does not fit."""
+        if not case.meshes:
+            return "no mesh of several devices divides the parameters and the batch"
+        return next(filter(None, (_layout_problem(case.config, shape) for shape in case.meshes)), None)
 
     def check(self, case: Any) -> Outcome:
         """Compare each mesh. Return the first failure, or the outcome with the largest error.
@@ -57,3 +62,10 @@ class Meshes:
 def place(weights: ModelWeights, program: Program) -> ModelWeights:
     """Shard weights as a program does."""
     return jax.tree.map(lambda x, spec: jax.device_put(x, spec.sharding), weights, program.trained_spec)
+
+
+def _layout_problem(config: Any, shape: Mapping[str, int]) -> str | None:
+    """Return why a small config cannot use a mesh, or None if it can."""
+    problem = find_layout_problem(config, attrs.evolve(config.mesh, shape=dict(shape)), math.prod(shape.values()))
+    axes = ", ".join(f"{axis}={size}" for axis, size in shape.items())
+    return problem and f"the small config cannot use the mesh {axes}: {problem}"

@@ -10,6 +10,7 @@ import attrs
 import jax
 
 from axlearn_core.compose.devices import configure_devices
+from axlearn_core.compose.program import find_layout_problem
 from axlearn_core.contracts.mesh import MESH_AXES
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import AxlearnError, RequestError, counted, unknown
@@ -146,6 +147,7 @@ def prove(
         RequestError: If the request is invalid, a property is unknown, or the config cannot be shrunk.
     """
     begun = time.monotonic()
+    deadline = begun + 60 * minutes
     if not isinstance(request, Request):
         request = Request.from_arguments(request, **options)
     elif options:
@@ -153,12 +155,13 @@ def prove(
     chosen = select(only)
     configure_devices(find_machine(f"cpu-{DEVICES}"))
     resolved = resolve_trainer(request)
-    shrunk = shrink(resolved.config, len(jax.devices()))
-    shrunk = shrunk if mesh is None else attrs.evolve(shrunk, meshes=(checked_mesh(mesh),))
+    if mesh is not None:
+        check_mesh(mesh, resolved)
+    shrunk = shrink(resolved.config, len(jax.devices()), deadline)
+    shrunk = shrunk if mesh is None else attrs.evolve(shrunk, meshes=(mesh,))
     first = Case(
         shrunk.config, original=resolved.config, meshes=shrunk.meshes, seed=seed, target=requested_target(resolved)
     )
-    deadline = begun + 60 * minutes
     checks: list[Check] = []
     for case in (first if n == 0 else first.with_seed(seed + n) for n in range(seeds)):
         for name, part in chosen.items():
@@ -179,10 +182,14 @@ def prove(
 
         def still_fails(other: Resolved, meshes: minimize.Meshes, located: bool) -> Check | None:
             with contextlib.nullcontext() if located else module_calls.without_location():
-                return _still_fails(other, meshes or (shrunk.meshes if mesh else ()), failed, chosen[failed.name])
+                return _still_fails(
+                    other, meshes or (shrunk.meshes if mesh else ()), failed, chosen[failed.name], deadline + 60
+                )
 
         meshes = shrunk.meshes if failed.name == MESH else ()
         minimal = minimize.minimize(request, resolved, still_fails, deadline=deadline + 60, meshes=meshes)
+        if minimal is not None and mesh is not None and not minimal.meshes:
+            minimal = attrs.evolve(minimal, meshes=meshes)
     return Proof(
         title=" with ".join(filter(None, [resolved.title, ", ".join(name for name, _ in resolved.features)])),
         checks=tuple(checks),
@@ -237,22 +244,30 @@ def _holds_so_far(checks: Iterable[Check], name: str) -> bool:
     return all(check.status == HOLDS for check in checks if check.name == name)
 
 
-def checked_mesh(shape: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the shape of a mesh if there are enough devices.
+def check_mesh(shape: Mapping[str, int], resolved: Resolved) -> None:
+    """Check that a config can use a mesh, and that there are enough devices.
 
     Raises:
-        RequestError: If an axis is unknown, or if the mesh is too large.
+        RequestError: If an axis is unknown, if the mesh is too large, or if it does not divide the parameters and the batch.
     """
     for axis in shape:
         if axis not in MESH_AXES:
             raise unknown("mesh axis", axis, MESH_AXES)
-    if not 1 < math.prod(shape.values()) <= len(jax.devices()):
+    size, got = math.prod(shape.values()), ", ".join(f"{axis}={size}" for axis, size in shape.items())
+    if not 1 < size <= len(jax.devices()):
         raise RequestError(
             f"--mesh: a proof has {len(jax.devices())} virtual devices\n"
-            f"    got: {', '.join(f'{axis}={size}' for axis, size in shape.items())}\n"
+            f"    got: {got}\n"
             f"    expected: sizes with a product of 2 to {len(jax.devices())}\n    fix: --mesh {next(iter(shape))}=2"
         )
-    return shape
+    config: Any = resolved.config
+    if problem := find_layout_problem(config, attrs.evolve(config.mesh, shape=dict(shape)), size):
+        raise RequestError(
+            f"--mesh: {resolved.title} cannot use this mesh\n"
+            f"    got: {got}; {problem}\n"
+            "    expected: axes that its mesh rules use, with sizes that divide its parameters and its batch\n"
+            "    fix: omit --mesh to check every axis that it can use"
+        )
 
 
 def requested_target(resolved: Resolved) -> Target | None:
@@ -260,9 +275,11 @@ def requested_target(resolved: Resolved) -> Target | None:
     return resolved.machine.target if resolved.machine else None
 
 
-def _still_fails(other: Resolved, meshes: minimize.Meshes, failed: Check, part: Property) -> Check | None:
+def _still_fails(
+    other: Resolved, meshes: minimize.Meshes, failed: Check, part: Property, deadline: float
+) -> Check | None:
     """Return the check of another request if the property fails there, too."""
-    shrunk = shrink(other.config, len(jax.devices()))
+    shrunk = shrink(other.config, len(jax.devices()), deadline)
     case = Case(
         shrunk.config,
         original=other.config,

@@ -1,6 +1,7 @@
 """Shrink a config until a laptop can train it, without losing what makes it special."""
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
@@ -107,7 +108,7 @@ class Shrunk:
     notes: tuple[str, ...] = ()
 
 
-def shrink(config: Any, devices: int = 8) -> Shrunk:
+def shrink(config: Any, devices: int = 8, deadline: float = math.inf) -> Shrunk:
     """Shrink the sizes of a `Trainer.Config`.
 
     Keeps the classes of all layers, two periods of alternating layers, features, dtypes, the operations of the loss, and at
@@ -116,18 +117,20 @@ def shrink(config: Any, devices: int = 8) -> Shrunk:
     Args:
         config: The config to shrink.
         devices: Number of devices for the meshes.
+        deadline: Time at which to stop, on the clock of `time.monotonic`. The smallest config so far is returned.
 
     Raises:
-        RequestError: If a size cannot be shrunk, or if the input does not declare its batches.
+        RequestError: If a size cannot be shrunk, if the input does not declare its batches, or if the deadline has passed before
+            a config was small enough.
     """
     _check_input(config)
     structure = describe_structure(config)
     short = shorten_cycles(config)
-    small, small_structure = _first_valid(short, structure)
+    small, small_structure = _first_valid(short, structure, deadline)
     if short != config and (small == short or structure.lost_operations(small_structure)):
-        short, (small, small_structure) = config, _first_valid(config, structure)
+        short, (small, small_structure) = config, _first_valid(config, structure, deadline)
     if small_structure.parameters > SMALL:
-        small, small_structure = _shrink_one_by_one(small, small_structure)
+        small, small_structure = _shrink_one_by_one(small, small_structure, deadline)
     lost = structure.lost_operations(small_structure)
     changes = _changes(config, short, small)
     meshes = tuple(_meshes(small, devices))
@@ -233,8 +236,11 @@ def _raised(config: Any, values: Mapping[str, int], names: Mapping[str, int]) ->
     return {path: _at_most(names[name], get(config, path)) for path, name in sizes if name in names}
 
 
-def _first_valid(config: Any, structure: Structure) -> tuple[Any, Structure]:
-    """Return the smallest config that loses the fewest operations, and its structure. If none is valid, return `config`."""
+def _first_valid(config: Any, structure: Structure, deadline: float) -> tuple[Any, Structure]:
+    """Return the smallest config that loses the fewest operations, and its structure.
+
+    If none is valid, or if the deadline has passed before one was, return `config`.
+    """
     best: tuple[Any, Structure] | None = None
     best_values: Mapping[str, int] = {}
     tried: list[Mapping[str, int]] = []
@@ -243,7 +249,7 @@ def _first_valid(config: Any, structure: Structure) -> tuple[Any, Structure]:
     def take(values: Mapping[str, int]) -> bool:
         """Try sizes that are not yet tried, and keep the best. Return True if they lose no operations."""
         nonlocal best, best_values, more
-        if values in tried:
+        if values in tried or time.monotonic() > deadline:
             return False
         tried.append(values)
         more += best is not None
@@ -277,10 +283,10 @@ def _patched(config: Any, values: Mapping[str, int], structure: Structure) -> tu
     return (small, smaller) if smaller.parts == structure.parts else None
 
 
-def _shrink_one_by_one(config: Any, structure: Structure) -> tuple[Any, Structure]:
+def _shrink_one_by_one(config: Any, structure: Structure, deadline: float) -> tuple[Any, Structure]:
     """Shrink sizes that can be shrunk alone, the largest first, including fields whose names are not known.
 
-    Stops when the model is small.
+    Stops when the model is small, or at the deadline.
 
     Raises:
         RequestError: If the model stays large.
@@ -288,7 +294,7 @@ def _shrink_one_by_one(config: Any, structure: Structure) -> tuple[Any, Structur
     small, refused, small_structure = config, [], structure
     sizes = dict(_small_values(config))
     for path, old in sorted(_module_sizes(config), key=lambda size: -size[1]):
-        if small_structure.parameters <= SMALL:
+        if small_structure.parameters <= SMALL or time.monotonic() > deadline:
             break
         least = sizes.get(path, 0) if path.rpartition(".")[2] in SIZES else 0
         if least == INNER:
@@ -300,6 +306,13 @@ def _shrink_one_by_one(config: Any, structure: Structure) -> tuple[Any, Structur
             small, small_structure = candidate
         elif old > SMALLEST_COUNT:
             refused.append(path)
+    if small_structure.parameters > LARGE and time.monotonic() > deadline:
+        raise RequestError(
+            "the time limit was reached before the config was small enough to prove\n"
+            f"    got: {small_structure.parameters:,} parameters\n"
+            f"    expected: a model that has the same layers with at most {LARGE:,} parameters\n"
+            "    fix: allow more time with --minutes"
+        )
     if small_structure.parameters > LARGE:
         path = refused[0] if refused else "model"
         raise RequestError(
