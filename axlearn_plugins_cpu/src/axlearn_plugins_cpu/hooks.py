@@ -22,7 +22,7 @@ def axlearn_kernels() -> list[KernelImplementation]:
             load=f"axlearn_plugins_cpu.kernels.{place}",
             priority=20,
             platforms=("cpu",),
-            extras=("sinks",),
+            extras=("sinks", "log_sum_exp") if op.endswith(":PagedAttentionOp") else ("sinks",),
         )
         for op, place in _KERNELS.items()
     ]

@@ -48,6 +48,7 @@ KERNELS = (
         load="axlearn_plugins_tpu.kernels.splash:SPLASH_ATTENTION",
         priority=50,
         platforms=("tpu",),
+        extras=("sinks",),
         interpreter=_INTERPRETER,
         tags=("attention_residuals",),
     ),

@@ -202,7 +202,7 @@ def test_devices_attend_on_their_own_rows_and_heads(interpreted, shape, groups):
     mesh = make_mesh(Mesh(shape=shape))
 
     def run(kernel, *operands):
-        return AttentionOp(*operands, mask=Causal() & Segments(ids, ids), scale=0.3).run(kernel)
+        return AttentionOp(*operands, mask=Causal() & Segments(ids, ids), scale=0.3, sinks=op_cases.SINKS).run(kernel)
 
     declared = [attrs.evolve(k, platforms=()) for k in KERNELS if k.op == AttentionOp.path()]
 
@@ -214,10 +214,11 @@ def test_devices_attend_on_their_own_rows_and_heads(interpreted, shape, groups):
     np.testing.assert_allclose(sharded(query, key, value), run("xla", query, key, value), rtol=2e-5, atol=2e-5)
 
 
-def attend(query, key, value, ids, prefix=None, window=None, softcap=None):
+def attend(query, key, value, ids, prefix=None, sinks=None, window=None, softcap=None):
     mask = Causal() | Prefix(prefix) if prefix is not None else Causal()
     mask = mask if window is None else mask & SlidingWindow(window)
-    return AttentionOp(query, key, value, mask=mask & Segments(ids, ids), scale=0.1, softcap=softcap).run()
+    mask = mask & Segments(ids, ids)
+    return AttentionOp(query, key, value, mask=mask, scale=0.1, softcap=softcap, sinks=sinks).run()
 
 
 def attended(generation, length, heads, groups, size, dtype, rows=1, **options):
@@ -303,6 +304,16 @@ def test_paged_attention_compiles_for_every_generation(generation):
         with selection.use(selection.Selection(platform="tpu", target=machine.target.name, gradients=False)) as choices:
             jax.jit(run).trace(*abstract).lower(lowering_platforms=("tpu",)).compile()
         assert [c.name for c in choices.choices] == ["ragged-paged"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_attention_with_sinks_compiles_for_every_generation(generation):
+    def attend_with_sinks(query, key, value, sinks, ids):
+        return attend(query, key, value, ids, sinks=sinks, window=128)
+
+    shapes = [((1, 1024, n, 64), "bfloat16") for n in (8, 2, 2)] + [((8,), "float32"), ((1, 1024), "int32")]
+    assert compiled(generation, attend_with_sinks, *shapes)[1] == ["splash"]
 
 
 @pytest.mark.slow

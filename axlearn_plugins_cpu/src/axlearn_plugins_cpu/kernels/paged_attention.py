@@ -4,6 +4,8 @@ The kernel reads keys and values in place, without copying pages, and prefetches
 kernels gather the pages into an array before the matmul.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,13 +39,14 @@ class _Native:
             return f"it needs {' or '.join(QUERIES)} queries with {', '.join(PAGES)} pages, got {query} with {pages}"
         return None if divides_heads(op) else "the heads cannot be split evenly over the devices"
 
-    def __call__(self, op: PagedAttentionOp) -> jax.Array:
-        """Return the attention output, [T, N, H]."""
-        return on_each_device(op, attend)
+    def __call__(self, op: PagedAttentionOp) -> Any:
+        """Return the attention output, [T, N, H], and with `log_sum_exp` also float32 [T, N]."""
+        result = on_each_device(op, attend)
+        return (result[..., :-1].astype(op.query.dtype), result[..., -1]) if op.log_sum_exp else result
 
 
 def attend(op: PagedAttentionOp, instructions: int = 0, *, invariant: bool = False) -> jax.Array:
-    """Return the attention output of one device, [T, N, H].
+    """Return the attention output of one device, [T, N, H], or float32 [T, N, H + 1] with the log-sum-exp at the end.
 
     Args:
         op: The device's part of the op; see `_Native.supports`.
@@ -53,9 +56,16 @@ def attend(op: PagedAttentionOp, instructions: int = 0, *, invariant: bool = Fal
     assert op.split is not None
     scales = jnp.zeros((0,), jnp.float32) if op.scales is None else op.scales
     split = {"singles": np.int64(op.split.singles), "chunk": np.int64(op.split.chunk), "invariant": invariant}
-    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(op.query.shape, op.query.dtype), vmap_method="sequential")
+    shapes = (
+        jax.ShapeDtypeStruct(op.query.shape, op.query.dtype),
+        jax.ShapeDtypeStruct(op.query.shape[:2] if op.log_sum_exp else (0,), jnp.float32),
+    )
     operands = op.query, op.pages, scales, op.table, op.lengths, library.sinks(op)
-    return call(*operands, **split, **library.attributes(op, instructions))
+    call = jax.ffi.ffi_call(TARGET, shapes, vmap_method="sequential")
+    result, log_sums = call(*operands, **split, **library.attributes(op, instructions))
+    if not op.log_sum_exp:
+        return result
+    return jnp.concatenate([result.astype(jnp.float32), log_sums[..., None]], axis=-1)
 
 
 NATIVE = _Native()

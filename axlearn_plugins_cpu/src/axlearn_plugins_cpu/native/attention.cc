@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -36,8 +37,9 @@ struct Segment {
 
 // One device's operands of a call; the letters are those of `PagedAttentionOp`. Shapes: queries and the result
 // [T, groups * heads, size], pages [P, 2, groups, page_size, size] (keys, then values), optional scales
-// [P, 2, groups, page_size], the table [R, most_pages], lengths [R], optional sinks [groups * heads]. The first `singles` requests have one token each, the
-// others have `chunk` tokens. `invariant` makes single tokens use the code for chunks.
+// [P, 2, groups, page_size], the table [R, most_pages], lengths [R], optional sinks [groups * heads], optional logarithms of the
+// softmax's denominators [T, groups * heads]. The first `singles` requests have one token each, the others have `chunk` tokens.
+// `invariant` makes single tokens use the code for chunks.
 template <class Q, class T>
 struct Paged {
   const Q* query;
@@ -46,6 +48,7 @@ struct Paged {
   const int32_t *table, *lengths;
   const float* sinks;
   Q* result;
+  float* log_sums;
   int64_t groups, heads, size, page_size, most_pages, pages_count, singles, chunks, chunk, window;
   float scale, softcap;
   bool invariant;
@@ -99,6 +102,7 @@ struct Paged {
 struct Dense {
   const float *query, *key, *value, *sinks;
   float* result;
+  static constexpr float* log_sums = nullptr;
   int64_t batch, length, groups, heads, size, window;
   float scale, softcap;
 
@@ -179,8 +183,8 @@ ffi::Error run(ffi::ThreadPool& pool, const Call& call, int64_t devices, int64_t
 
 ffi::Error paged(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer pages, ffi::Buffer<ffi::F32> scales,
                  ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> sinks,
-                 ffi::Result<ffi::AnyBuffer> result, float scale, int64_t window, float softcap, int64_t singles, int64_t chunk, bool invariant, int64_t devices,
-                 int64_t instructions) {
+                 ffi::Result<ffi::AnyBuffer> result, ffi::Result<ffi::Buffer<ffi::F32>> log_sums, float scale, int64_t window,
+                 float softcap, int64_t singles, int64_t chunk, bool invariant, int64_t devices, int64_t instructions) {
   const auto q = query.dimensions(), p = pages.dimensions(), t = table.dimensions();
   const bool ranks = q.size() == 3 && p.size() == 5 && t.size() == 2 && lengths.dimensions().size() == 1;
   const bool sizes = ranks && p[1] == 2 && p[4] == q[2] && q[2] % 16 == 0 && p[2] > 0 && q[1] > 0 && q[1] % p[2] == 0;
@@ -189,7 +193,8 @@ ffi::Error paged(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer page
   const bool same = result->element_type() == query.element_type() && result->element_count() == query.element_count();
   const bool shapes = requests && same && devices > 0 && p[0] > 0 &&
                       (scales.element_count() == 0 || scales.element_count() * p[4] == pages.element_count()) &&
-                      (sinks.element_count() == 0 || sinks.element_count() == q[1]);
+                      (sinks.element_count() == 0 || sinks.element_count() == q[1]) &&
+                      (log_sums->element_count() == 0 || log_sums->element_count() == q[0] * q[1]);
   if (!shapes) return ffi::Error::InvalidArgument("axlearn_paged_attention: the shapes of the operands do not match");
   auto with = [&](auto of_queries, auto of_pages) {
     using Q = decltype(of_queries);
@@ -197,7 +202,8 @@ ffi::Error paged(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer page
     Paged<Q, T> call{static_cast<const Q*>(query.untyped_data()), static_cast<const T*>(pages.untyped_data()),
                            scales.element_count() ? scales.typed_data() : nullptr, table.typed_data(), lengths.typed_data(),
                            sinks.element_count() ? sinks.typed_data() : nullptr,
-                           static_cast<Q*>(result->untyped_data()), p[2], q[1] / p[2], q[2], p[3], t[1], p[0], singles,
+                           static_cast<Q*>(result->untyped_data()),
+                           log_sums->element_count() ? log_sums->typed_data() : nullptr, p[2], q[1] / p[2], q[2], p[3], t[1], p[0], singles,
                            t[0] - singles, chunk, window, scale, softcap, invariant};
     call.divide(most_threads(pool, devices));
     return run(pool, call, devices, instructions);
@@ -269,6 +275,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, paged,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<float>("softcap")

@@ -164,5 +164,6 @@ struct Chunk {
     for (int64_t row = 0; row < used; ++row)
       for (int64_t h = 0; h < size; h += LANES)
         store(call.result + at(row) + h, load(result + row * size + h) / divisor(totals[row]));
+    for (int64_t row = 0; call.log_sums && row < used; ++row) call.log_sums[at(row) / size] = log_sum(peaks[row], totals[row]);
   }
 };

@@ -92,6 +92,7 @@ struct Decode {
     for (int i = 0; i < HEADS; ++i)
       for (int64_t at = 0; at < size; at += LANES)
         store(call.result + (row + i) * size + at, load(result + i * size + at) / divisor(totals[i]));
+    for (int i = 0; call.log_sums && i < HEADS; ++i) call.log_sums[row + i] = log_sum(peaks[i], totals[i]);
   }
 };
 

@@ -80,3 +80,6 @@ TARGET static inline float softmax(float* scores, int64_t count, float& peak, fl
 
 // Returns the divisor of a sum of weighted values. A token that sees no key has the sum 0, and its result is 0.
 TARGET static inline float divisor(float total) { return total == 0 ? 1.0f : total; }
+
+// Returns the logarithm of the softmax's denominator, or LOW if no key is visible.
+TARGET static inline float log_sum(float peak, float total) { return total == 0 ? LOW : peak + std::log(total); }

@@ -27,6 +27,7 @@ RESIDUALS = "attention_residuals"
 
 QUERY_AXES = ("batch", None, "activation_heads", None)
 KEY_AXES = ("batch", None, "activation_kv", None)
+SINK_AXES = ("activation_heads",)
 
 _PARTS = re.compile(r"full|causal|segments|slidingwindow\(\d+\)|chunks\(\d+\)|\(causal \| prefix\)")
 
@@ -115,7 +116,7 @@ class _Splash:
     def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """Support self-attention with causal, sliding-window, chunk, prefix and segment masks."""
         (_, length, heads, _), groups, mask = op.query.shape, op.key.shape[2], op.mask.describe()
-        dtypes = set(op.dtypes.values())
+        dtypes = {str(x.dtype) for x in (op.query, op.key, op.value)}
         if not op.aligned:
             return "queries and keys are not at the same positions"
         if op.bias is not None:
@@ -134,7 +135,7 @@ class _Splash:
         if mask.count("segments") > 1 or mask.count("prefix") > 1:
             return f"it supports one set of segments and one prefix ({mask})"
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
-            return f"all operands must have the same dtype, bfloat16 or float32, got {', '.join(sorted(dtypes))}"
+            return f"queries, keys and values must have the same dtype, bfloat16 or float32, got {', '.join(sorted(dtypes))}"
         return None
 
     def __call__(self, op: AttentionOp) -> jax.Array:
@@ -154,9 +155,9 @@ class _Splash:
             _local, structure=attrs.evolve(structure, segments=None), softcap=op.softcap, blocks=blocks
         )
         axes = [QUERY_AXES, KEY_AXES, KEY_AXES, *(None if x is None else ("batch", None) for x in ids)]
-        axes.append(None if structure.prefix is None else ("batch",))
+        axes += [None if structure.prefix is None else ("batch",), None if op.sinks is None else SINK_AXES]
         spread = per_device(run, axes, QUERY_AXES)
-        return spread(query * op.scale, key, value, *ids, prefix)
+        return spread(query * op.scale, key, value, *ids, prefix, op.sinks)
 
 
 def _local(
@@ -166,6 +167,7 @@ def _local(
     query_ids: jax.Array | None,
     key_ids: jax.Array | None,
     prefix: jax.Array | None,
+    sinks: jax.Array | None,
     *,
     structure: Structure,
     softcap: float | None,
@@ -180,6 +182,7 @@ def _local(
         query_ids: int32 [B, S].
         key_ids: int32 [B, S].
         prefix: int32 [B].
+        sinks: float32 [N].
         structure: Mask without its segments.
         softcap: Cap on the scores.
         blocks: Block sizes.
@@ -203,7 +206,7 @@ def _local(
     def one_row(
         q: jax.Array, k: jax.Array, v: jax.Array, ids: splash.SegmentIds | None, row_visible: jax.Array | None
     ) -> Any:
-        return (kernel if row_visible is None else _apply_prefix(kernel, row_visible))(q, k, v, ids)
+        return (kernel if row_visible is None else _apply_prefix(kernel, row_visible))(q, k, v, ids, sinks)
 
     return jnp.swapaxes(jax.vmap(one_row)(q, k, v, ids, prefix), 1, 2)
 

@@ -101,6 +101,37 @@ def test_shapes(shape, tolerance, instructions):
         assert error(call(requests, **shape), instructions) < tolerance
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"sinks": SINKS}, {"window": 33, "softcap": 3.0}], ids="plain sinks window".split()
+)
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_the_log_sum_exp(options, instructions):
+    if instructions > library.instructions:
+        pytest.skip(f"needs a processor with instruction set {instructions}")
+    for requests in ("tokens and chunks", "more than one block"):
+        op = call(requests, log_sum_exp=True, **options)
+        got = jax.jit(functools.partial(attend, op, instructions))()
+        result, log_sums = jax.jit(op.reference)()
+        np.testing.assert_allclose(got[..., -1], log_sums, rtol=1e-5, atol=1e-5)
+        plain = jax.jit(functools.partial(attend, attrs.evolve(op, log_sum_exp=False), instructions))()
+        np.testing.assert_array_equal(got[..., :-1], plain)
+        np.testing.assert_allclose(plain, result, rtol=1e-4, atol=1e-5)
+
+
+def test_the_log_sum_exp_of_a_token_that_sees_no_key_is_the_lowest():
+    op = call((2, 1, 4, [9, 0, 0]), log_sum_exp=True)
+    assert np.all(np.asarray(jax.jit(lambda: attend(op))())[1:, :, -1] == np.float32(-1e30))
+
+
+def test_the_log_sum_exp_is_chosen_and_keeps_the_dtype():
+    op = call("three tokens", dtype="bfloat16", log_sum_exp=True)
+    chosen = selection.Selection(platform="cpu", gradients=False)
+    with selection.use(chosen):
+        result, log_sums = jax.eval_shape(lambda: op.run(None))
+    assert chosen.choices[0].name == "native"
+    assert (str(result.dtype), str(log_sums.dtype), log_sums.shape) == ("bfloat16", "float32", op.query.shape[:2])
+
+
 @pytest.mark.slow_cases("chunks", "more than one block")
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_bfloat16_is_read_and_rounded_exactly(requests):
@@ -200,8 +231,9 @@ def test_shapes_that_do_not_belong_together():
     for wrong in (attrs.evolve(op, query=op.query[:2]), attrs.evolve(op, sinks=SINKS[:5])):
         with pytest.raises(jax.errors.JaxRuntimeError, match="the shapes of the operands do not match"):
             jax.block_until_ready(jax.jit(lambda wrong=wrong: attend(wrong))())
-    for shape, dtype in (((1,), "float32"), (op.query.shape, "bfloat16")):
-        to = jax.ffi.ffi_call("axlearn_paged_attention", jax.ShapeDtypeStruct(shape, dtype))
+    for shape, dtype, sums in (((1,), "float32", 0), (op.query.shape, "bfloat16", 0), (op.query.shape, "float32", 1)):
+        results = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((sums,), jnp.float32)
+        to = jax.ffi.ffi_call("axlearn_paged_attention", results)
         with pytest.raises(jax.errors.JaxRuntimeError, match="the shapes of the operands do not match"):
             jax.block_until_ready(jax.jit(lambda to=to: to(*operands(op), **ATTRIBUTES))())
     with pytest.raises(jax.errors.JaxRuntimeError, match="the processor lacks these instructions"):
