@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axlearn_core.errors import RequestError
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.mask_arrays import select_tokens, separate_queries
 from axlearn_plugins_transformer.kernels.masks import (
@@ -73,6 +74,16 @@ def test_pages_give_the_log_sum_exp_of_a_row(sinks):
             np.testing.assert_allclose(x, y, atol=1e-5)
     assert paged.options()["log_sum_exp"] is True
     assert "log_sum_exp" in paged.extras()
+
+
+@pytest.mark.parametrize("count", [1, HEADS - 1, HEADS + 1])
+def test_sinks_of_another_length_are_refused(count):
+    for op in calls(Causal())[:2]:
+        message = (
+            rf"{op.name}: the sinks do not fit[\s\S]*got: sinks of shape \[{count}\][\s\S]*expected: .*\[{HEADS}\]"
+        )
+        with pytest.raises(RequestError, match=message):
+            attrs.evolve(op, sinks=jnp.zeros(count))
 
 
 def test_the_mask_is_an_extra_unless_it_is_a_causal_window():

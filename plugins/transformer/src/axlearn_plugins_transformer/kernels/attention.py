@@ -27,6 +27,7 @@ from axlearn_plugins_transformer.kernels.masks import (
     visible_keys,
     visible_pairs,
 )
+from axlearn_plugins_transformer.kernels.sinks import check_sinks
 
 BLOCK = 128
 MAX_BLOCKS = 64
@@ -67,6 +68,9 @@ class AttentionOp(Op[Any]):
     log_sum_exp: bool = attrs.field(default=False, kw_only=True)
     query_slots: jax.Array | None = attrs.field(default=None, kw_only=True)
     key_slots: jax.Array | None = attrs.field(default=None, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        check_sinks(self)
 
     def compute_context(self, kernel: str | None = None) -> jax.Array:
         """Run the op without `log_sum_exp`, constrain the heads to the mesh rules, and tag the result as `context`.

@@ -21,6 +21,7 @@ from axlearn_plugins_transformer.kernels.bias import Bias
 from axlearn_plugins_transformer.kernels.mask_arrays import visible_slots
 from axlearn_plugins_transformer.kernels.masks import Mask
 from axlearn_plugins_transformer.kernels.per_device import count_shards, per_device
+from axlearn_plugins_transformer.kernels.sinks import check_sinks
 
 LOW = -1e30
 """Score of hidden keys."""
@@ -95,6 +96,9 @@ class PagedAttentionOp(Op[Any]):
     local: bool = attrs.field(default=False, kw_only=True)
     sinks: jax.Array | None = attrs.field(default=None, kw_only=True)
     log_sum_exp: bool = attrs.field(default=False, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        check_sinks(self)
 
     @property
     def window(self) -> int | None:
