@@ -153,3 +153,8 @@ def test_other_inputs_of_a_prompt_reach_the_model(tiny, build):
         RequestError, match=r"extras\['images'\] must have one row\n *got: shape \[3\]\n *expected: \[1, \.\.\.\]"
     ):
         generator(prompt, max_tokens=1, extras={"images": images[0]})
+    with pytest.raises(
+        RequestError,
+        match=r"does not read extras\['image'\]\n *got: image, images\n *expected: inputs .* such as images",
+    ):
+        generator(prompt, max_tokens=1, extras={"image": images, "images": images})

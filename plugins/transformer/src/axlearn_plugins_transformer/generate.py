@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 import jax
 import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from axlearn_core.compose import Program
 from axlearn_core.compose.model_program import ModelProgram, with_program
@@ -51,6 +52,7 @@ class Generator:
         self.program, weights = with_program(model, program)
         self.arrays = self.program.compile("unstack")(weights)
         self.functions = GenerationFunctions(self.program.functional.describe())
+        self._checked: set[GenerationBucket] = set()
         self.prefix = read_prefix(self.functions.bind(self.functions.specs).cache_spec())
 
     def __call__(
@@ -80,7 +82,7 @@ class Generator:
 
         Raises:
             RequestError: The prompt is empty, or shorter than the model's prefix. A token is not in the vocabulary, a number is
-                out of range, or an extra does not have one row or is an entry of text.
+                out of range, or an extra does not have one row, is an entry of text, or has no effect on the model.
         """
         vocab = self.vocab_size
         unknown = [t for t in prompt_ids if not _is_token(t, vocab)]
@@ -98,7 +100,11 @@ class Generator:
             frozenset() if eos_id is None else self.end_tokens | ({eos_id} if isinstance(eos_id, int) else set(eos_id))
         )
         arrays = _check_extras(extras or {})
-        return self._tokens(list(prompt_ids), max_tokens, temperature, seed, end_tokens, top_k, arrays)
+        bucket = _choose_bucket(len(prompt_ids), max_tokens, arrays)
+        if temperature > 0:
+            bucket = attrs.evolve(bucket, sampled=True, top_k=top_k)
+        self._check_used(bucket)
+        return self._tokens(list(prompt_ids), max_tokens, temperature, seed, end_tokens, bucket, arrays)
 
     def _tokens(
         self,
@@ -107,28 +113,49 @@ class Generator:
         temperature: float,
         seed: int,
         end_tokens: Collection[int],
-        top_k: int | None,
+        bucket: GenerationBucket,
         extras: Mapping[str, np.ndarray],
     ) -> Iterator[int]:
-        padded = max(SMALLEST_PROMPT, 1 << (len(prompt) - 1).bit_length())
-        length = -(-max(padded, len(prompt) + max_tokens) // CACHE_STEP) * CACHE_STEP
-        sampled = temperature > 0
-        bucket = GenerationBucket(padded, length, sampled, top_k if sampled else None)
-        step_bucket = attrs.evolve(bucket, prompt=0)
+        padded, sampled = bucket.prompt, bucket.sampled
+        step_bucket = attrs.evolve(bucket, prompt=0, extras=())
         cache, token = self.functions.init_cache(bucket), np.int32(0)
         key, scale = jax.random.key(seed), np.float32(temperature)
         for count in range(max_tokens):
             draw = Draw(key, np.int32(count), scale) if sampled else None
             if count == 0:
                 tokens = np.asarray([prompt + [0] * (padded - len(prompt))], np.int32)
-                shapes = tuple((name, array.shape, str(array.dtype)) for name, array in sorted(extras.items()))
-                prefill = self.program.compile("prefill", attrs.evolve(bucket, extras=shapes))
+                prefill = self.program.compile("prefill", bucket)
                 token, cache = prefill(self.arrays, cache, tokens, np.int32(len(prompt)), dict(extras), draw)
             else:
                 token, cache = self.program.compile("decode", step_bucket)(self.arrays, cache, token, draw)
             if (token_id := int(token)) in end_tokens:
                 return
             yield token_id
+
+    def _check_used(self, bucket: GenerationBucket) -> None:
+        """Raise `RequestError` for an extra that has no effect on the prefill of a bucket."""
+        if not bucket.extras or bucket in self._checked:
+            return
+        jaxpr = self.program.trace("prefill", bucket).jaxpr.jaxpr
+        _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=False)
+        *others, extras, _ = self.program.arguments("prefill", bucket)
+        reads = dict(zip(extras, used[len(jax.tree.leaves(others)) :], strict=False))
+        for name in (name for name, is_read in reads.items() if not is_read):
+            inputs = ", ".join(n for n, is_read in reads.items() if is_read)
+            raise RequestError(
+                f"cannot generate: the model does not read extras[{name!r}]\n"
+                f"    got: {', '.join(reads)}\n    expected: inputs that change the output{inputs and f', such as {inputs}'}\n"
+                "    fix: correct the name, or leave it out"
+            )
+        self._checked.add(bucket)
+
+
+def _choose_bucket(prompt: int, max_tokens: int, extras: Mapping[str, np.ndarray]) -> GenerationBucket:
+    """Return the sizes to compile for the length of a prompt, without sampling."""
+    padded = max(SMALLEST_PROMPT, 1 << (prompt - 1).bit_length())
+    length = -(-max(padded, prompt + max_tokens) // CACHE_STEP) * CACHE_STEP
+    shapes = tuple((name, array.shape, str(array.dtype)) for name, array in sorted(extras.items()))
+    return GenerationBucket(padded, length, extras=shapes)
 
 
 def _is_token(value: Any, vocab_size: int) -> bool:
