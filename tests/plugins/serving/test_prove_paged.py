@@ -9,6 +9,7 @@ from axlearn_plugins_serving.cache import Cache
 from axlearn_plugins_serving.contracts import Request, TokenLogprobs
 from axlearn_plugins_serving.paged_cache_feature import UsePagedCache
 from axlearn_plugins_serving.prove_paged import Answer, PagedDecoding, compare_answer, list_requests
+from axlearn_plugins_serving.snapshots import Snapshots
 from support import proof_cases
 
 SMALL = ("model.decoder.hidden_dim=16", "input.sequence_length=16", "input.batch_size=4")
@@ -29,6 +30,23 @@ def test_the_engine_gives_the_logits_of_the_forward_pass(features):
     outcome = check(case(*features))
     assert outcome.holds, outcome
     assert "4 shared tokens and 1 preempted" in outcome.compared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", [("gated-delta-net",), ("mamba2:head_dim=8",)], ids=str)
+def test_requests_of_a_recurrent_model_share_a_state(features):
+    outcome = check(case(*features))
+    assert outcome.holds, outcome
+    assert "8 shared tokens and 1 preempted" in outcome.compared
+
+
+@pytest.mark.slow
+def test_a_shared_prefix_without_its_state_is_found(monkeypatch):
+    original = Snapshots.find
+    monkeypatch.setattr(Snapshots, "find", lambda self, keys: (original(self, keys)[0], None))
+    outcome = check(case("gated-delta-net"))
+    assert not outcome.holds, outcome
+    assert "token 1 after the prompt of 10 tokens" in outcome.difference.detail
 
 
 def ignore_contents(monkeypatch):

@@ -20,6 +20,7 @@ from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import build_engine, check_decoder, remove_kernels
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.runner_program import RunnerProgram
+from axlearn_plugins_transformer.cache_spec import has_states
 from axlearn_plugins_verify.properties.causality import bidirectional
 from axlearn_plugins_verify.properties.decode import exact_caches
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
@@ -126,13 +127,17 @@ def _runner(case: Any) -> ModelRunner.Config:
 
 
 def list_requests(case: Any) -> list[Request]:
-    """Return the requests: a long prompt, one with the same beginning, a short one, and one with a higher priority."""
+    """Return the requests: a long prompt, one with the same beginning, a short one, and one with a higher priority.
+
+    A recurrent state is saved before the last token of a prompt, so the second prompt of a recurrent model shares all others.
+    """
     tokens, length = random_rows(case, 6, 3), rows_shape(case)[1]
     prompt = length // 2 + 1
-    shared = BLOCK * (prompt // BLOCK // 2)
+    model = case.program().functional.describe()
+    shared = BLOCK * ((prompt - 1) // BLOCK if has_states(model.cache_spec()) else prompt // BLOCK // 2)
     prompts = (
         tokens[0, :prompt],
-        np.concatenate([tokens[0, :shared], tokens[1, : prompt - shared - 1]]),
+        np.concatenate([tokens[0, :shared], tokens[1, : max(prompt - shared - 1, BLOCK)]]),
         tokens[1, :BLOCK],
         tokens[2, : STEP + 1],
     )
