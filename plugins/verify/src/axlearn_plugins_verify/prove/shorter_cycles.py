@@ -10,11 +10,11 @@ from axlearn_core.config import find, get, patch
 from axlearn_plugins_transformer.alternate import Alternate, layer_configs
 from axlearn_plugins_transformer.transformer import Decoder
 
-LONG = 8
+LONG = 4
 """Shortest cycle of layers that is shortened, with the layers before it. Two periods of shorter ones are small enough."""
 
 
-def shorten_cycles(config: Any) -> Any:
+def shorten_cycles(config: Any, *, irregular: bool = False) -> Any:
     """Return a config whose long cycles have one layer of each kind, in the order of their first occurrence.
 
     The number of layers does not change. A kind is a combination of components, such as attention with experts. Many hybrid models
@@ -22,6 +22,8 @@ def shorten_cycles(config: Any) -> Any:
 
     Args:
         config: A `Trainer.Config`.
+        irregular: Whether to make cycles of which a scan runs only a part: two periods, one more layer of the first kind, and one
+            layer of each kind.
     """
     changes: dict[str, Any] = {}
     for path, decoder in find(config.model, Decoder.Config).items():
@@ -29,12 +31,15 @@ def shorten_cycles(config: Any) -> Any:
         if not any(len(slot.first) + len(slot.children) >= LONG for slot in slots.values()):
             continue
         kinds = [repr(layer) for layer in layer_configs(decoder.layer, decoder.num_layers)]
-        first_layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-        if 2 * len(first_layers) >= len(kinds):
+        layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+        lead = _count_leading(kinds, layers)
+        if irregular:
+            layers = [*layers, *layers, layers[0], *layers]
+            lead = len(layers) - 1  # the cycle is the last layer
+        if lead + 2 * (len(layers) - lead) >= len(kinds):
             continue
         prefix = ".".join(filter(None, ("model", path)))
-        lead = _count_leading(kinds, first_layers)
-        changes |= {f"{prefix}.layer.{name}": _select(slot, first_layers, lead) for name, slot in slots.items()}
+        changes |= {f"{prefix}.layer.{name}": _select(slot, layers, lead) for name, slot in slots.items()}
     return patch(config, changes)
 
 

@@ -112,7 +112,7 @@ def shrink(config: Any, devices: int = 8, deadline: float = math.inf) -> Shrunk:
     """Shrink the sizes of a `Trainer.Config`.
 
     Keeps the classes of all layers, two periods of alternating layers, features, dtypes, the operations of the loss, and at
-    least two experts, heads and groups of heads.
+    least two experts, heads and groups of heads. Long periods become one layer of each kind.
 
     Args:
         config: The config to shrink.
@@ -127,8 +127,10 @@ def shrink(config: Any, devices: int = 8, deadline: float = math.inf) -> Shrunk:
     structure = describe_structure(config)
     short = shorten_cycles(config)
     small, small_structure = _first_valid(short, structure, deadline)
-    if short != config and (small == short or structure.lost_operations(small_structure)):
-        short, (small, small_structure) = config, _first_valid(config, structure, deadline)
+    for other in dict.fromkeys((shorten_cycles(config, irregular=True), config)):
+        if other == short or (small != short and not structure.lost_operations(small_structure)):
+            break
+        short, (small, small_structure) = other, _first_valid(other, structure, deadline)
     if small_structure.parameters > SMALL:
         small, small_structure = _shrink_one_by_one(small, small_structure, deadline)
     lost = structure.lost_operations(small_structure)
