@@ -315,3 +315,26 @@ def test_tokenize_continues_the_last_message(server):
     tokens = httpx.post(server.url + "/tokenize", json=body).json()["tokens"]
     httpx.post(server.url + "/v1/chat/completions", json=body)
     assert tokens == list(server.engine.seen[-1].prompt)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [WEATHER], "tool_choice": "none"},
+        {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False},
+        {"reasoning_effort": "none"},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_tokenize_gives_the_prompt_of_chat_completions(server, fields):
+    body = {"messages": [USER], **fields}
+    tokens = httpx.post(server.url + "/tokenize", json=body).json()["tokens"]
+    httpx.post(server.url + "/v1/chat/completions", json=body)
+    assert tokens == list(server.engine.seen[-1].prompt)
+
+
+@pytest.mark.parametrize("name", ["tool_choice", "reasoning_effort"])
+def test_tokenize_needs_messages_for_fields_of_conversations(server, name):
+    answer = httpx.post(server.url + "/tokenize", json={"prompt": "a", name: "none"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert httpx.post(server.url + "/tokenize", json={"prompt": "a", name: None}).status_code == 200

@@ -142,6 +142,30 @@ def test_a_long_stored_conversation_is_rendered_in_a_thread(client, server, monk
     assert min(sizes) > SHORT
 
 
+def test_items_of_stored_responses_are_referred_to(client, server):
+    """As the AI SDK does it, which does not use `previous_response_id`."""
+    first = ask(client, store=True)
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    output = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "sun"}
+    question = {"role": "user", "content": "Weather?"}
+    second = ask(client, [question, *references, output])
+    assert second.output_text == "Sunny."
+    by_reference = prompt_of(server.engine.seen[-1])
+    ask(client, [question, *(item.model_dump() for item in first.output), output])
+    assert by_reference == prompt_of(server.engine.seen[-1])
+    assert "<|user|>Weather?<|assistant|><think>Hm.</think>One moment.<tool_call>" in by_reference
+
+
+@pytest.mark.parametrize("path", ["responses", "responses/input_tokens"])
+def test_a_reference_to_an_item_that_is_not_stored_is_an_error(client, server, path):
+    first = ask(client, store=False)
+    items = [{"role": "user", "content": "a"}, {"type": "item_reference", "id": first.output[0].id}]
+    answer = httpx.post(f"{server.url}/v1/{path}", json={"input": items})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "input[1].id", "item_not_found")
+    assert "store: true" in error["message"]
+
+
 def test_a_stored_response_is_continued(client, server):
     first = ask(client, instructions="Be brief.", store=True)
     call = first.output[-1]

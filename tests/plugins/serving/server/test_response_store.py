@@ -25,6 +25,33 @@ def test_the_oldest_responses_make_room():
     assert store.get("b") == stored("b", "new")
 
 
+def with_items(id, *items):
+    return StoredResponse({"id": id, "output": [{"id": item, "text": f"{item} of {id}"} for item in items]}, [], [])
+
+
+def test_items_are_stored_and_removed_with_their_response():
+    store = ResponseStore(max_responses=2)
+    for id in "abc":
+        store.put(with_items(id, f"{id}1", f"{id}2"))
+    assert store.get_item("a1") is None
+    assert store.get_item("b2") == {"id": "b2", "text": "b2 of b"}
+    store.put(with_items("b", "b3"))
+    assert [store.get_item(item) is None for item in ("b1", "b2", "b3")] == [True, True, False]
+    store.delete("b")
+    assert store.get_item("b3") is None
+    assert store.get_item("c1") is not None
+
+
+def test_items_of_a_file_of_an_older_version_are_found(tmp_path):
+    path = str(tmp_path / "r.sqlite")
+    store = ResponseStore(path)
+    store.put(with_items("a", "a1"))
+    store.close()
+    with sqlite3.connect(path) as database:
+        database.execute("DROP TABLE items")
+    assert ResponseStore(path).get_item("a1") == {"id": "a1", "text": "a1 of a"}
+
+
 def test_the_size_is_bounded():
     store = ResponseStore(max_bytes=1000)
     for id in "abcdef":

@@ -38,6 +38,7 @@ SMALLEST = {
     response_items.FunctionOutputItem: {"type": "function_call_output", "call_id": "c", "output": "1"},
     response_items.ReasoningText: {"type": "reasoning_text", "text": "a"},
     response_items.ReasoningItem: {"type": "reasoning"},
+    response_items.ItemReference: {"type": "item_reference", "id": "msg_1"},
     schemas.ResponseJsonSchema: {"type": "json_schema", **SCHEMA},
     schemas.ResponseText: {},
     schemas.ResponseTool: {"type": "function", "name": "f"},

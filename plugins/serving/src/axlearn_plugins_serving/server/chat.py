@@ -41,31 +41,20 @@ async def chat_completions(request: HttpRequest) -> Response:
     return await respond(request, answers.answer(), job)
 
 
-def chat_conversation(body: ChatRequest) -> Conversation:
+def chat_conversation(body: ChatRequest | TokenizeRequest) -> Conversation:
     """Return the conversation of a request.
 
     Raises:
         ApiError: 400 if `tool_choice` needs a tool that the request does not have.
     """
     return Conversation(
-        messages=[message.template_fields for message in body.messages],
+        messages=[message.template_fields for message in body.messages or ()],
         use=choose_tools([tool.sent for tool in body.tools or ()], body.tool_choice, body.parallel_tool_calls),
         options=body.chat_template_kwargs or {},
         prompt=body.add_generation_prompt is not False,
         continues=bool(body.continue_final_message),
         effort=body.reasoning_effort,
-        budget=body.thinking_token_budget,
-    )
-
-
-def tokenize_conversation(body: TokenizeRequest) -> Conversation:
-    """Return the conversation of a request to `/tokenize`."""
-    return Conversation(
-        messages=[message.template_fields for message in body.messages or ()],
-        use=choose_tools([tool.sent for tool in body.tools or ()], None, None),
-        options=body.chat_template_kwargs or {},
-        prompt=body.add_generation_prompt is not False,
-        continues=bool(body.continue_final_message),
+        budget=body.thinking_token_budget if isinstance(body, ChatRequest) else None,
     )
 
 

@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from axlearn_plugins_serving.server.api_errors import ApiError
-from axlearn_plugins_serving.server.chat import tokenize_conversation
+from axlearn_plugins_serving.server.chat import chat_conversation
 from axlearn_plugins_serving.server.constraints import Grammars
 from axlearn_plugins_serving.server.http import read_json
 from axlearn_plugins_serving.server.logprobs import spell
@@ -97,7 +97,7 @@ async def tokenize(request: HttpRequest) -> Response:
         with_special = body.add_special_tokens is not False
         (tokens,) = await service.encode([body.prompt], limited=False, with_special=with_special)
     else:
-        conversation = tokenize_conversation(body)
+        conversation = chat_conversation(body)
         tokens = (await service.render(conversation, len(await request.body()), limited=False)).tokens
     context = service.thread.engine.max_context
     grammars = service.grammars if body.return_token_strs else None

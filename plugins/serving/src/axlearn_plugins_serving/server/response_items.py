@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from axlearn_plugins_serving.server.body import tag
 from axlearn_plugins_serving.server.message_schemas import FunctionCall, MessagePart, Parts
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 
 class InputMessage(MessagePart):
@@ -54,6 +54,13 @@ class ReasoningItem(MessagePart):
     summary: Annotated[list[ReasoningText], Field(max_length=4096, fail_fast=True)] | None = None
 
 
+class ItemReference(MessagePart):
+    """An item of a stored response's output or input, by its id."""
+
+    type: Literal["item_reference"]
+    id: Annotated[str, Field(max_length=256)]
+
+
 def _kind(item: Any) -> str:
     kind = item.get("type") if isinstance(item, dict) else item.type
     return "message" if kind is None else kind
@@ -77,11 +84,20 @@ Item = Annotated[
         Annotated[InputMessage, Tag(tag("message"))]
         | Annotated[FunctionCallItem, Tag(tag("function_call"))]
         | Annotated[FunctionOutputItem, Tag(tag("function_call_output"))]
-        | Annotated[ReasoningItem, Tag(tag("reasoning"))],
+        | Annotated[ReasoningItem, Tag(tag("reasoning"))]
+        | Annotated[ItemReference, Tag(tag("item_reference"))],
         Discriminator(_tag),
     ],
     BeforeValidator(_check_kind),
 ]
+
+_ITEM: TypeAdapter[Any] = TypeAdapter(Item)
+
+
+def parse_item(item: Any) -> Any:
+    """Return a stored item as an object, without logging its fields that are not read, such as its status."""
+    names = ("type", "role", "content", "summary", "call_id", "name", "arguments", "output")
+    return _ITEM.validate_python({name: item[name] for name in names if name in item})
 
 
 def item_messages(items: Sequence[Any]) -> list[dict[str, Any]]:

@@ -22,7 +22,14 @@ _TABLES = (
     "(id INTEGER PRIMARY KEY AUTOINCREMENT, parent INTEGER, size INTEGER, total INTEGER, messages TEXT)",
     "CREATE INDEX IF NOT EXISTS responses_by_turn ON responses (turn)",
     "CREATE INDEX IF NOT EXISTS turns_by_parent ON turns (parent)",
+    "CREATE TABLE IF NOT EXISTS items (id TEXT PRIMARY KEY, response TEXT) WITHOUT ROWID",
+    "CREATE INDEX IF NOT EXISTS items_by_response ON items (response)",
 )
+_ADD_ITEMS = """
+INSERT OR REPLACE INTO items
+SELECT json_extract(value, '$.id'), responses.id FROM responses, json_each(record, '$.response.output')
+WHERE json_extract(value, '$.id') IS NOT NULL
+"""
 _FAIL_UNFINISHED = """
 UPDATE responses
 SET record = json_set(
@@ -145,6 +152,7 @@ class ResponseStore:
                 "INSERT INTO responses (id, size, record, turn) VALUES (?, ?, ?, ?)",
                 (stored.response["id"], size, record, turn),
             )
+            self._database.execute(f"{_ADD_ITEMS} AND responses.id = ?", (stored.response["id"],))
             self._size += size
             while self._size > self.max_bytes or self._count() > self.max_responses:
                 (oldest,) = self._database.execute("SELECT id FROM responses ORDER BY number LIMIT 1").fetchone()
@@ -163,6 +171,16 @@ class ResponseStore:
             return None
         messages = [message for (part,) in parts for message in json.loads(part)]
         return StoredResponse(**json.loads(row[0]), messages=messages, size=row[1], turn=row[2])
+
+    def get_item(self, id: str) -> dict[str, Any] | None:
+        """Return an item of a response's output by its own id, or None if no stored response has it."""
+        query = (
+            "SELECT value FROM items JOIN responses ON responses.id = items.response, json_each(record, '$.response.output') "
+            "WHERE items.id = ? AND json_extract(value, '$.id') = items.id"
+        )
+        with self._lock:
+            row = self._database.execute(query, (id,)).fetchone()
+        return None if row is None else json.loads(row[0])
 
     def delete(self, id: str) -> bool:
         """Remove a response. Returns False if it is not stored.
@@ -197,6 +215,8 @@ class ResponseStore:
         columns = [row[1] for row in self._database.execute("PRAGMA table_info(responses)")]
         for statement in (*(() if "turn" in columns else _SPLIT), *_TABLES[2:]):
             self._database.execute(statement)
+        if not self._database.execute("SELECT EXISTS (SELECT 1 FROM items)").fetchone()[0]:
+            self._database.execute(_ADD_ITEMS)  # the file may be of an older version
         if self._database.execute(_FAIL_UNFINISHED).rowcount:
             self._database.execute(_MEASURE)
 
@@ -229,6 +249,7 @@ class ResponseStore:
             return False
         size, turn = row
         self._size -= size
+        self._database.execute("DELETE FROM items WHERE response = ?", (id,))
         while turn is not None and not self._database.execute(_IS_USED, {"turn": turn}).fetchone()[0]:
             query = "DELETE FROM turns WHERE id = ? RETURNING size, parent"
             size, turn = self._database.execute(query, (turn,)).fetchone()

@@ -1,6 +1,7 @@
 """`/v1/responses`: create, read, delete and cancel responses, and count the tokens of their input."""
 
 import asyncio
+import json
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -13,7 +14,7 @@ from axlearn_plugins_serving.server.conversation import Conversation, choose_too
 from axlearn_plugins_serving.server.http import EventStream, read_json, respond
 from axlearn_plugins_serving.server.message_schemas import AllowedTools, NamedTool
 from axlearn_plugins_serving.server.response_answer import ResponseAnswer
-from axlearn_plugins_serving.server.response_items import item_messages
+from axlearn_plugins_serving.server.response_items import ItemReference, item_messages, parse_item
 from axlearn_plugins_serving.server.response_store import StoredResponse
 from axlearn_plugins_serving.server.schemas import (
     JsonSchemaFormat,
@@ -34,8 +35,8 @@ async def create_response(request: HttpRequest) -> HttpResponse:
     service: Service = request.app.state.service
     body = await read_json(ResponseRequest, request)
     service.adapter(body.model)
-    conversation, previous = await _conversation(service, body)
-    prompt = await service.render(conversation, len(await request.body()) + _size(previous))
+    conversation, previous, size = await _conversation(service, body)
+    prompt = await service.render(conversation, len(await request.body()) + size)
     wants_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
     fields = SamplingFields(
         model=body.model,
@@ -67,8 +68,8 @@ async def count_input_tokens(request: HttpRequest) -> HttpResponse:
     service: Service = request.app.state.service
     body = await read_json(ResponseInputTokens, request)
     service.adapter(body.model)
-    conversation, previous = await _conversation(service, body)
-    prompt = await service.render(conversation, len(await request.body()) + _size(previous), limited=False)
+    conversation, _, size = await _conversation(service, body)
+    prompt = await service.render(conversation, len(await request.body()) + size, limited=False)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
 
@@ -125,13 +126,27 @@ def _unknown(service: Service, id: str) -> str:
     )
 
 
-def _size(stored: StoredResponse | None) -> int:
-    """Return the size in bytes of a response with its conversation."""
-    return 0 if stored is None else stored.size
+async def _read_items(service: Service, items: list[Any]) -> tuple[list[Any], int]:
+    """Replace references by the stored items. Return all items, and the size of the stored ones in bytes."""
+    read, size = [], 0
+    for index, item in enumerate(items):
+        if not isinstance(item, ItemReference):
+            read.append(item)
+            continue
+        stored = await asyncio.to_thread(service.responses.get_item, item.id)
+        if stored is None:
+            message = (
+                f"input[{index}].id: no stored response has an item with the id {item.id[:80]!r}; send the item itself, or store "
+                "its response (`store: true`)"
+            )
+            raise ApiError(400, message, param=f"input[{index}].id", code="item_not_found")
+        read.append(parse_item(stored))
+        size += len(json.dumps(stored))
+    return read, size
 
 
-async def _conversation(service: Service, body: ResponseInput) -> tuple[Conversation, StoredResponse | None]:
-    """Return the conversation, and the stored response that it continues."""
+async def _conversation(service: Service, body: ResponseInput) -> tuple[Conversation, StoredResponse | None, int]:
+    """Return the conversation, the stored response that it continues, and the size of what was read from the store in bytes."""
     stored = None
     messages: list[Any] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if body.previous_response_id is not None:
@@ -143,7 +158,12 @@ async def _conversation(service: Service, body: ResponseInput) -> tuple[Conversa
             message = "previous_response_id: the response is not complete yet"
             raise ApiError(400, message, param="previous_response_id", code="previous_response_incomplete")
         messages += stored.messages
-    messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else item_messages(body.input)
+    size = 0 if stored is None else stored.size
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        items, item_size = await _read_items(service, body.input)
+        messages, size = [*messages, *item_messages(items)], size + item_size
     choice = body.tool_choice
     if isinstance(choice, ResponseToolName):
         choice = NamedTool.model_validate({"type": "function", "function": {"name": choice.name}})
@@ -160,7 +180,7 @@ async def _conversation(service: Service, body: ResponseInput) -> tuple[Conversa
         effort=body.reasoning.effort if body.reasoning is not None else None,
         param="input",
     )
-    return conversation, stored
+    return conversation, stored, size
 
 
 def _format(body: ResponseRequest) -> ResponseFormat | None:

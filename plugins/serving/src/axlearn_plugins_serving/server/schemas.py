@@ -511,6 +511,9 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     tools: ToolList[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ChosenTools | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -521,8 +524,15 @@ class TokenizeRequest(Body):
     def _check_one(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise field_error("messages", "pass either prompt or messages")
-        if self.tools is not None and self.messages is None:
-            raise field_error("tools", "tools need messages: omit tools if there is a prompt")
+        of_messages = {
+            "tools": self.tools,
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning_effort,
+        }
+        for name, value in of_messages.items():
+            if self.messages is None and value is not None:
+                raise field_error(name, f"{name} needs messages: omit it if there is a prompt")
         if self.add_special_tokens and self.messages is not None:
             raise field_error(
                 "add_special_tokens",
