@@ -169,6 +169,21 @@ def test_a_worker_that_is_killed(router, expected, kind, capfd):
 
 
 @pytest.mark.slow
+def test_an_idle_router_counts_no_blocks(router):
+    run(router, requests(4, 11))
+    assert router.statistics().used_blocks == 0
+    reports = [worker.statistics for worker in router.workers]
+    assert all(report is not None and report.used_blocks == 0 for report in reports), reports
+    (request,) = requests(1, 12)
+    router.add(request)
+    while not router.step():
+        pass
+    router.abort(request.id)
+    assert router.statistics().used_blocks == 0
+    assert router.start_compilations > 0
+
+
+@pytest.mark.slow
 def test_requests_that_the_router_refuses(router):
     with pytest.raises(RequestError, match="the context is 96"):
         router.add(Request(id="long", prompt=(1,) * 200))

@@ -268,3 +268,14 @@ class PacesSteps(Protocol):
         More requests may arrive in the meantime.
         """
         ...
+
+
+@runtime_checkable
+class CompilesElsewhere(Protocol):
+    """An engine whose programs are compiled in other processes.
+
+    Attributes:
+        start_compilations: Number of programs that XLA compiled there during startup.
+    """
+
+    start_compilations: int

@@ -120,8 +120,9 @@ class Worker:
             elif output.finish is not None:
                 del self._prefills[output.id]
                 self._send_prefilled(request, output)
-        # Report only after a change, because nobody reads an idle worker's messages.
-        due = self._changed and time.monotonic() - self._reported > _REPORT_SECONDS
+        # Report only after a change, because nobody reads an idle worker's messages. The router reads the last outputs.
+        is_late = time.monotonic() - self._reported > _REPORT_SECONDS
+        due = self._changed and (is_late or not self.engine.busy())
         if due:
             self._reported, self._changed = time.monotonic(), self.engine.busy()
         if other_outputs or due:
@@ -146,10 +147,12 @@ def main(descriptor: int) -> int:
     connection = multiprocessing.connection.Connection(descriptor)
     settings: Settings = pickle.loads(connection.recv_bytes())
     from axlearn_core.errors import AxlearnError
+    from axlearn_plugins_serving.compile_count import CompileCount
     from axlearn_plugins_serving.disaggregated.handoff import check_transfers
     from axlearn_plugins_serving.engine_devices import set_up_devices
     from axlearn_plugins_serving.open_engine import open_engine, open_with_programs
 
+    count = CompileCount()
     set_up_devices(settings.config, owns_cores=settings.programs is not None)
     try:
         options = {"config": settings.config, "step": settings.step, "programs": settings.programs}
@@ -169,6 +172,7 @@ def main(descriptor: int) -> int:
             blocks=runner.num_blocks,
             block_size=runner.block_size,
             max_rows=runner.max_rows,
+            compilations=count.compiled,
         )
     )
     try:

@@ -101,6 +101,7 @@ class RouterEngine:
             self.close()
             raise
         self._ready = ready
+        self.start_compilations = sum(w.ready.compilations for w in self.workers if w.ready is not None)
         self.vocab_size, self.max_context, self.adapters = ready.vocab_size, ready.max_context, ready.adapters
 
     def add(self, request: Request) -> None:
@@ -182,6 +183,8 @@ class RouterEngine:
             "cached_prompt_tokens": self._meter.cached_prompt_tokens,
             "output_tokens": self._meter.output_tokens,
         }
+        if not self._entries:  # the latest report of a worker can be older than the end of its last request
+            counts["used_blocks"] = 0
         return Statistics(**{**sums, **counts}, drafter=drafter)
 
     def update_weights(self, weights: Any, version: int | None = None, *, share: bool = False) -> int:

@@ -23,6 +23,7 @@ class Ready:
         blocks: Number of blocks in the cache.
         block_size: Tokens per block.
         max_rows: Maximum number of running requests.
+        compilations: Number of programs that XLA compiled during startup.
     """
 
     vocab_size: int
@@ -32,6 +33,7 @@ class Ready:
     blocks: int
     block_size: int
     max_rows: int
+    compilations: int
 
 
 @attrs.frozen

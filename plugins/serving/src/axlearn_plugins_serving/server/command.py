@@ -233,6 +233,7 @@ def _config(options: Options, settings: Sequence[Any]) -> Any:
 def _open(uri: str, options: Options, config: Any, startup: Any = None) -> Any:
     """Open the model, and return its `Service`. Called in each replica, too."""
     from axlearn_plugins_serving.compile_count import CompileCount
+    from axlearn_plugins_serving.engine_capabilities import CompilesElsewhere
     from axlearn_plugins_serving.open_engine import ignore_phase, model_name
     from axlearn_plugins_serving.server.engine_thread import EngineThread
     from axlearn_plugins_serving.server.response_store import ResponseStore
@@ -247,12 +248,13 @@ def _open(uri: str, options: Options, config: Any, startup: Any = None) -> Any:
     opened = _open_engine(uri, options, config, report)
     engine, text = opened.engine, opened.text
     assert text is not None, "_prepare_text rejects models without a tokenizer"
+    elsewhere = opened.engine.start_compilations if isinstance(opened.engine, CompilesElsewhere) else 0
     return Service(
         EngineThread(engine),
         text,
         names[0],
         adapters=engine.adapters,
-        start_compilations=count.compiled,
+        start_compilations=count.compiled + elsewhere,
         aliases=tuple(names[1:]),
         tool_parser=options["tool_parser"],
         reasoning_parser=options["reasoning_parser"],
