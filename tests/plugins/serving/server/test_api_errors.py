@@ -129,6 +129,33 @@ def test_hints_name_the_field_of_this_api_or_nothing(model, fields, hint):
 
 
 @pytest.mark.parametrize(
+    ("model", "fields", "path", "close"),
+    [
+        (
+            ChatRequest,
+            {"stream": True, "stream_options": {"includeUsage": True}},
+            "stream_options.includeUsage",
+            "include_usage",
+        ),
+        (ChatRequest, {"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", "regex"),
+        (
+            ChatRequest,
+            {"response_format": {"type": "json_schema", "json_schema": {"names": "a"}}},
+            "json_schema.names",
+            "name",
+        ),
+        (ResponseRequest, {"input": "a", "reasoning": {"efort": "low"}}, "reasoning.efort", "effort"),
+        (ResponseRequest, {"input": "a", "reasoning": {"zebra": 1}}, "reasoning.zebra", None),
+    ],
+)
+def test_hints_for_fields_of_objects(model, fields, path, close):
+    base = {} if model is ResponseRequest else {"messages": [USER]}
+    error = reject(model, **{**base, **fields})
+    assert error.param.endswith(path)
+    assert error.message == f"unknown field {error.param!r}" + (f"; did you mean {close}?" if close else "")
+
+
+@pytest.mark.parametrize(
     ("model", "fields", "message"),
     [
         (ResponseRequest, {"messages": [USER]}, "unknown field 'messages'; send input instead"),

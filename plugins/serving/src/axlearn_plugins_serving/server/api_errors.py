@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -168,20 +168,37 @@ def _place(problem: ErrorDetails) -> tuple[int | str, ...]:
 def _hint(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
     """Return what to send instead of an unknown field, or nothing."""
     name = str(location[-1])[:64]
-    if len(location) > 1:
-        return ""
-    if other := _other_name(name, model):
+    if len(location) == 1 and (other := _other_name(name, model)):
         return f"; send {other} instead"
-    close = _similar_field(name, model)
+    close = next(filter(None, (_similar_field(name, part) for part in _models_at(location[:-1], model))), None)
     return f"; did you mean {close}?" if close else ""
 
 
+def _models_at(location: tuple[int | str, ...], model: type[BaseModel]) -> list[type[BaseModel]]:
+    """Return the models of the object at a location. Indices and the tags of unions are not fields."""
+    models = [model]
+    for part in location:
+        fields = [m.model_fields[part] for m in models if isinstance(part, str) and part in m.model_fields]
+        models = [inner for field in fields for inner in _inner_models(field.annotation)] if fields else models
+    return models
+
+
+def _inner_models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models in a type, such as those of a list of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _inner_models(part)
+
+
 def _means(unknown: tuple[int | str, ...], missing: tuple[int | str, ...], model: type[BaseModel]) -> bool:
-    """Return whether an unknown field stands for a missing one."""
-    names = [str(location[-1])[:64] for location in (unknown, missing) if len(location) == 1]
-    if len(names) < 2:
+    """Return whether an unknown field stands for a missing one of the same object."""
+    if unknown[:-1] != missing[:-1]:
         return False
-    return (_other_name(names[0], model) or _similar_field(names[0], model)) == names[1]
+    name, expected = str(unknown[-1])[:64], str(missing[-1])
+    if len(unknown) == 1 and (other := _other_name(name, model)):
+        return other == expected
+    return any(_similar_field(name, part) == expected for part in _models_at(unknown[:-1], model))
 
 
 def _other_name(name: str, model: type[BaseModel]) -> str | None:
