@@ -75,6 +75,13 @@ def _resolve(part: Any, index: int) -> Any:
         ) from None
 
 
+def shortest_cycle(values: Sequence[Any]) -> list[Any]:
+    """Return the shortest sequence that the values of the layers repeat."""
+    sizes = range(1, len(values) + 1)
+    period = next(n for n in sizes if all(value == values[i % n] for i, value in enumerate(values)))
+    return [*values[:period]]
+
+
 class LayerPattern(NamedTuple):
     """The execution order of kinds: leading layers, a repeated period, a remainder.
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from axlearn_plugins_models.huggingface.family import Settings, unsupported
-from axlearn_plugins_transformer.alternate import Alternate
+from axlearn_plugins_transformer.alternate import Alternate, shortest_cycle
 from axlearn_plugins_transformer.attention_variants.interleave import Window
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -38,13 +38,6 @@ def periodic_types(hf: Settings, default: int) -> list[str]:
     if type(every) is not int or every < 1:
         raise unsupported(PATTERN, every, ["a positive integer, or layer_types"])
     return [SLIDING if (i + 1) % every else FULL for i in range(hf.need("num_hidden_layers"))]
-
-
-def shortest_cycle(values: Sequence[Any]) -> list[Any]:
-    """Return the shortest sequence that the values of the layers repeat."""
-    sizes = range(1, len(values) + 1)
-    period = next(n for n in sizes if all(value == values[i % n] for i, value in enumerate(values)))
-    return [*values[:period]]
 
 
 def cycle_of(values: Sequence[Any]) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Json, Settings, unsupported
-from axlearn_plugins_models.huggingface.layer_cycle import shortest_cycle
 from axlearn_plugins_models.huggingface.table import Rule
 from axlearn_plugins_recurrent.gated_delta_net import GatedDeltaNet
 from axlearn_plugins_recurrent.mamba2 import Mamba2
+from axlearn_plugins_transformer.alternate import shortest_cycle
 
 OURS, PARTS = f"{d.OURS}.attention", ("query", "key", "value")
 RECURRENT, ATTENTION = "linear_attention", "full_attention"

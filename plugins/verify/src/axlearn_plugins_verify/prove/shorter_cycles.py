@@ -7,39 +7,53 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import find, get, patch
-from axlearn_plugins_transformer.alternate import Alternate, layer_configs
+from axlearn_plugins_transformer.alternate import Alternate, layer_configs, shortest_cycle
 from axlearn_plugins_transformer.transformer import Decoder
 
-LONG = 4
-"""Shortest cycle of layers that is shortened, with the layers before it. Two periods of shorter ones are small enough."""
+LONG, LONG_OF_TWO = 8, 4
+"""Shortest cycle of layers that is shortened, with the layers before it: in general, and if there are two kinds of layers.
+
+Two periods of shorter ones are small enough. Families of Hugging Face can seldom express another order of more kinds.
+"""
 
 
 def shorten_cycles(config: Any, *, irregular: bool = False) -> Any:
     """Return a config whose long cycles have one layer of each kind, in the order of their first occurrence.
 
-    The number of layers does not change. A kind is a combination of components, such as attention with experts. Many hybrid models
-    have no short period, because their few layers with attention are spread among recurrent layers.
+    A kind is a combination of components, such as attention with experts. Many hybrid models have no short period, because their
+    few layers with attention are spread among recurrent layers.
 
     Args:
         config: A `Trainer.Config`.
-        irregular: Whether to make cycles of which a scan runs only a part: two periods, one more layer of the first kind, and one
-            layer of each kind.
+        irregular: Whether to make a stack of which a scan runs only a part: two periods, one more layer of the first kind, and one
+            layer of each kind. Otherwise, the number of layers does not change.
     """
     changes: dict[str, Any] = {}
     for path, decoder in find(config.model, Decoder.Config).items():
         slots = _alternates(decoder.layer)
-        if not any(len(slot.first) + len(slot.children) >= LONG for slot in slots.values()):
+        longest = max((len(slot.first) + len(slot.children) for slot in slots.values()), default=0)
+        if longest < LONG_OF_TWO:
             continue
         kinds = [repr(layer) for layer in layer_configs(decoder.layer, decoder.num_layers)]
         layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-        lead = _count_leading(kinds, layers)
-        if irregular:
-            layers = [*layers, *layers, layers[0], *layers]
-            lead = len(layers) - 1  # the cycle is the last layer
-        if lead + 2 * (len(layers) - lead) >= len(kinds):
+        if longest < LONG and len(layers) > 2:
             continue
+        lead, count = _count_leading(kinds, layers), decoder.num_layers
+        cycle = layers[lead:]
+        orders = [[*layers[:lead], *2 * [*cycle[i:], *cycle[:i]]] for i in range(len(cycle))]
+        if irregular:
+            lead, orders = 0, [[*layers, *layers, layers[0], *layers]]
+            count = len(orders[0])
+        if len(orders[0]) >= len(kinds):
+            continue
+        # Without leading nodes in slots that have none, families can express the layers.
+        most = len(orders[0]) if irregular else len(cycle)
+        nodes = [{name: [slot.select(i) for i in order] for name, slot in slots.items()} for order in orders]
+        fits = (n for n in nodes if all(s.first or len(shortest_cycle(n[name])) <= most for name, s in slots.items()))
+        chosen = next(fits, nodes[0])
         prefix = ".".join(filter(None, ("model", path)))
-        changes |= {f"{prefix}.layer.{name}": _select(slot, layers, lead) for name, slot in slots.items()}
+        changes |= {f"{prefix}.layer.{name}": _fill(slot, chosen[name], lead, most) for name, slot in slots.items()}
+        changes[f"{prefix}.num_layers"] = count
     return patch(config, changes)
 
 
@@ -66,10 +80,12 @@ def _count_leading(kinds: Sequence[str], first_layers: Sequence[int]) -> int:
     return len(first_layers) - 1
 
 
-def _select(slot: Alternate, layers: Sequence[int], lead: int) -> Alternate:
-    """Return an alternate with the nodes of some layers: the leading ones, and a cycle of the others."""
-    chosen = tuple(slot.select(layer) for layer in layers)
-    return attrs.evolve(slot, first=chosen[:lead], children=chosen[lead:])
+def _fill(slot: Alternate, nodes: Sequence[Any], lead: int, most: int) -> Alternate:
+    """Return an alternate with these nodes: a cycle of at most `most`, or leading nodes and a cycle of the others."""
+    cycle = shortest_cycle(nodes)
+    if slot.first or len(cycle) > most:
+        return attrs.evolve(slot, first=tuple(nodes[:lead]), children=tuple(shortest_cycle(nodes[lead:])))
+    return attrs.evolve(slot, children=tuple(cycle))
 
 
 def cycle_lengths(config: Any) -> Iterator[tuple[str, int]]:

@@ -172,6 +172,8 @@ def _small_values(config: Any) -> Iterator[tuple[str, int]]:
             yield leaf.path, min(leaf.value, _needed_layers(get(config, leaf.path.rpartition(".")[0])))
         elif name in ("num_kv_heads", "num_key_heads"):
             yield leaf.path, _kv_heads(leaf.value, get(config, f"{leaf.path.rpartition('.')[0]}.num_heads"))
+        elif name == "rank" and _children_of(config, leaf.path).get("key_dim") == leaf.value:
+            yield leaf.path, min(leaf.value, SIZES["key_dim"])  # published configs have one number for both
         elif name == "hidden_dim" and _is_inner(config, leaf.path):
             yield leaf.path, min(leaf.value, INNER)
         elif name in SIZES:
@@ -185,6 +187,12 @@ def _small_values(config: Any) -> Iterator[tuple[str, int]]:
 def _kv_heads(old: int, heads: Any) -> int:
     """Keep the grouping: one key head for all query heads, one per query head, or one per group."""
     return min(old, SIZES["num_heads"] if old == heads else SIZES["num_kv_heads"])
+
+
+def _children_of(config: Any, path: str) -> Mapping[str, Any]:
+    """Return the fields of the node that has a field."""
+    node = get(config, path.rpartition(".")[0])
+    return children(node) if isinstance(node, Node) else {}
 
 
 def _is_inner(config: Any, path: str) -> bool:
