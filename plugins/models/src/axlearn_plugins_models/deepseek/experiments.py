@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from axlearn_core.config import patch
+from axlearn_core.learn import ParameterRule
 from axlearn_core.train import Trainer
 from axlearn_plugins_models.huggingface.published_config import published_model
 from axlearn_plugins_models.llama.experiments import pretraining
@@ -56,15 +58,20 @@ def deepseek_v3() -> Trainer.Config:
     return pretraining(model, sequence_length=4096, peak=2.2e-4, max_steps=240_000)
 
 
+def freeze_indexers(config: Trainer.Config) -> Trainer.Config:
+    """Freeze the lightning indexers. Their selection passes no gradients, and weight decay would shrink them."""
+    return patch(config, {"learner.rules": (ParameterRule(pattern="**.indexer.**", freeze=True),)})
+
+
 def deepseek_v3_2() -> Trainer.Config:
-    """Train DeepSeek-V3.2-Exp without its multi-token prediction layer. The indexers stay as they are initialized.
+    """Train DeepSeek-V3.2-Exp without its multi-token prediction layer. The indexers are frozen, as they get no gradients.
 
     672B parameters, of which each token uses 37B.
 
     Sizes: huggingface.co/deepseek-ai/DeepSeek-V3.2-Exp/blob/main/config.json.
     """
     model = published_model("deepseek_v32", V3 | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048})
-    return pretraining(model, sequence_length=4096, peak=7.3e-6, max_steps=15_000)
+    return freeze_indexers(pretraining(model, sequence_length=4096, peak=7.3e-6, max_steps=15_000))
 
 
 def kimi_k2() -> Trainer.Config:

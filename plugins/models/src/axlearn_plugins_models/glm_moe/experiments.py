@@ -1,6 +1,7 @@
 """GLM-4.5-Air, GLM-4.6 (arXiv 2508.06471) and GLM-4.7-Flash, with the sizes from their `config.json`."""
 
 from axlearn_core.train import Trainer
+from axlearn_plugins_models.deepseek.experiments import freeze_indexers
 from axlearn_plugins_models.huggingface.published_config import published_model
 from axlearn_plugins_models.llama.experiments import pretraining
 
@@ -51,7 +52,7 @@ def glm4_7_flash() -> Trainer.Config:
 
 
 def glm5() -> Trainer.Config:
-    """Pretrain GLM-5 without its multi-token prediction layer. The indexers stay as they are initialized.
+    """Pretrain GLM-5 without its multi-token prediction layer. The indexers are frozen, as they get no gradients.
 
     744B parameters, of which each token uses 40B. Sizes: huggingface.co/zai-org/GLM-5/blob/main/config.json.
     """
@@ -63,4 +64,5 @@ def glm5() -> Trainer.Config:
         "routed_scaling_factor": 2.5, "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048, "rms_norm_eps": 1e-5,
         "rope_theta": 1_000_000.0,
     }  # fmt: skip
-    return pretraining(published_model("glm_moe_dsa", sizes), sequence_length=4096, peak=2e-4, max_steps=500_000)
+    model = published_model("glm_moe_dsa", sizes)
+    return freeze_indexers(pretraining(model, sequence_length=4096, peak=2e-4, max_steps=500_000))

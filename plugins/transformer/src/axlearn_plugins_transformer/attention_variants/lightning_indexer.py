@@ -53,7 +53,7 @@ class LightningIndexer(Layer):
     """The lightning indexer of DeepSeek-V3.2, which selects the `top_k` keys with the largest scores.
 
     The score of a query and a key is `sum over heads of weight * relu(query * key)`. All heads share one short key per token, which
-    the cache stores. The selection passes no gradients, so training does not change the indexer.
+    the cache stores. The selection passes no gradients. Freeze the indexer for training, because weight decay would shrink it.
     """
 
     @node
