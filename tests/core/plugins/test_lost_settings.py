@@ -11,7 +11,7 @@ from axlearn_core.plugins.lost_settings import MOST, check_not_hidden, describe_
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
 
-ATTENTION = "model.decoder.layer.attention"
+ATTENTION, CONSTANT = "model.decoder.layer.attention", "constant-initializer"
 
 
 def decisions(experiment, *features):
@@ -51,6 +51,26 @@ def test_a_feature_that_replaces_the_setting_of_another_names_it():
         before, after, "second", {f"{ATTENTION}.kernel": "feature first (toy 1.0)"}, registry().display_name
     )
     assert decision.reason == "'ring', set by feature first, -> None, by feature second"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {ATTENTION: {"type": "attention", "num_heads": 4}},
+            [f"replaced: {ATTENTION}.sinks ({CONSTANT}, set by feature attention-sinks, -> None, by the request)"],
+        ),
+        ({f"{ATTENTION}.sinks": None}, []),
+        ({f"{ATTENTION}.sinks.value": 1.0}, []),
+        ({ATTENTION: {"type": "attention", "num_heads": 4, "sinks": {"type": CONSTANT}}}, []),
+        ({"model.**.num_heads": 4}, []),
+    ],
+    ids=["component", "value", "field", "component with the value", "pattern"],
+)
+def test_a_setting_of_a_component_names_the_values_of_features_that_it_removes(settings, expected):
+    resolved = resolve("quickstart", with_=["attention-sinks"], set=settings)
+    lost = [str(d) for d in resolved.decisions if "set by feature" in str(d)]
+    assert lost == expected
 
 
 def test_defaults_and_additions_are_not_lost():

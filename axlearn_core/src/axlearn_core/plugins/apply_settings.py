@@ -98,6 +98,10 @@ class SettingIndex:
             self._by_path[path] = setting or (self.find(parent) if parent else None)
         return self._by_path[path]
 
+    def names(self, path: str) -> bool:
+        """Return whether a setting is for exactly this path."""
+        return (self._match(path) or self._match(leave_out_wrappers(self.tree, path))) is not None
+
     def find_source(self, path: str) -> str:
         """Return the location of the setting that changed a path."""
         return (self.find(path) or self.settings[0]).location

@@ -8,9 +8,11 @@ import attrs
 from axlearn_core.config import ABSENT, Node, get_fields
 from axlearn_core.config.tree import children, join, matches, slot_path, walk
 from axlearn_core.errors import AxlearnError, RequestError
+from axlearn_core.plugins.apply_settings import SettingIndex
 from axlearn_core.plugins.decisions import Decision
 from axlearn_core.plugins.effects import Effect, find_effects, find_lost
 from axlearn_core.plugins.feature import Feature
+from axlearn_core.plugins.request import Setting
 
 MOST = 4
 """Number of decisions per feature. The last one gives the number of the others."""
@@ -39,17 +41,59 @@ def describe_lost(
         name_of: Returns the name of a config class.
     """
     lost = find_lost_settings(before, after)
-    outer = [e for e in lost if not any(_is_below(e, other) for other in lost)]
-    decisions = []
-    for effect in outer:
-        old = _find(before, effect.place)
-        settings = [e for e in lost if _is_below(e, effect) and e.kind in ("setting", "items")]
-        source = sources.get(effect.place) or sources.get(join(effect.place, "type")) or ""
-        old_text = _show(old, name_of) + _show_settings(settings, effect.place)
-        origin = f", set by {source.partition(' (')[0]}," if source.startswith("feature ") else ""
-        outcome = _describe_outcome(effect, old, after, name_of)
-        decisions.append(Decision("replaced", effect.place, f"{old_text}{origin} {outcome}, by feature {feature}"))
-    return _shorten(list(dict.fromkeys(decisions)))
+    cause = f"feature {feature}"
+    return _shorten([_describe(e, lost, before, after, sources, name_of, cause) for e in _outermost(lost)])
+
+
+def describe_lost_to_settings(
+    before: Node[Any],
+    after: Node[Any],
+    settings: Sequence[Setting],
+    sources: Mapping[str, str],
+    name_of: Callable[[Any], str],
+) -> list[Decision]:
+    """Return a decision for each value of a feature that a setting of a whole component removed or reset.
+
+    Args:
+        before: Config without the settings.
+        after: Config with the settings.
+        settings: The settings. A setting of the value itself is not described, because it says so.
+        sources: Source of each value by path; see `describe_lost`.
+        name_of: Returns the name of a config class.
+    """
+    lost = tuple(e for e in find_lost_settings(before, after) if _source(e, sources).startswith("feature "))
+    index, decisions = SettingIndex(settings, before), []
+    for effect in _outermost(lost):
+        setting = index.find(effect.place)
+        if setting is not None and not index.names(effect.place):
+            decisions.append(_describe(effect, lost, before, after, sources, name_of, setting.location))
+    return _shorten(decisions)
+
+
+def _outermost(lost: Sequence[Effect]) -> list[Effect]:
+    """Return the effects that are not part of another one."""
+    return [e for e in lost if not any(_is_below(e, other) for other in lost)]
+
+
+def _source(effect: Effect, sources: Mapping[str, str]) -> str:
+    return sources.get(effect.place) or sources.get(join(effect.place, "type")) or ""
+
+
+def _describe(
+    effect: Effect,
+    lost: Sequence[Effect],
+    before: Node[Any],
+    after: Node[Any],
+    sources: Mapping[str, str],
+    name_of: Callable[[Any], str],
+    cause: str,
+) -> Decision:
+    old, source = _find(before, effect.place), _source(effect, sources)
+    settings = [e for e in lost if _is_below(e, effect) and e.kind in ("setting", "items")]
+    old_text = _show(old, name_of) + _show_settings(settings, effect.place)
+    origin = f", set by {source.partition(' (')[0]}," if source.startswith("feature ") else ""
+    outcome = _describe_outcome(effect, old, after, name_of)
+    return Decision("replaced", effect.place, f"{old_text}{origin} {outcome}, by {cause}")
 
 
 def check_not_hidden(
@@ -98,7 +142,8 @@ def _overlap(subject: str, path: str) -> bool:
     return not path or f"{subject}.".startswith(f"{path}.") or f"{path}.".startswith(f"{subject}.")
 
 
-def _shorten(decisions: list[Decision]) -> list[Decision]:
+def _shorten(decisions: Iterable[Decision]) -> list[Decision]:
+    decisions = list(dict.fromkeys(decisions))
     if len(decisions) <= MOST:
         return decisions
     last = decisions[MOST - 1]

@@ -29,7 +29,12 @@ from axlearn_core.plugins.apply_settings import SettingIndex, apply_settings, de
 from axlearn_core.plugins.backends import prepare_backends
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
-from axlearn_core.plugins.lost_settings import check_not_hidden, describe_lost, filter_decisions
+from axlearn_core.plugins.lost_settings import (
+    check_not_hidden,
+    describe_lost,
+    describe_lost_to_settings,
+    filter_decisions,
+)
 from axlearn_core.plugins.mesh_replacement import find_mesh_replacement
 from axlearn_core.plugins.order import Order, check_needs
 from axlearn_core.plugins.registry import Entry, Registry, registry
@@ -535,6 +540,10 @@ class _Resolution:
     def _apply_settings(self, tree: Node[Any], settings: Sequence[Setting]) -> Node[Any]:
         after, changes = apply_settings(tree, settings, self.names, self.decoder)
         index = SettingIndex(settings, after)
+        if changes:
+            sources = {path: steps[-1].source for path, steps in self.provenance.items()}
+            lost = describe_lost_to_settings(tree, after, settings, sources, self.names.display_name)
+            self.decisions.extend(d for d in lost if d not in self.decisions)
         for change in changes:
             self._record([change], index.find_source(change.path))
         self.decisions.extend(describe_replaced(tree, after, settings, self.names.display_name))
