@@ -13,6 +13,8 @@ from axlearn_core.extend import ConfigError, Functional, compose
 from axlearn_plugins_gpt_oss.experiments import PUBLISHED, YARN
 from axlearn_plugins_models.huggingface.family import family, find_family
 from axlearn_plugins_models.huggingface.source import open_model
+from axlearn_plugins_quantization.feature import weight_only_config
+from axlearn_plugins_quantization.store import quantize_params
 from support.mesh_losses import losses_on_mesh
 
 TOY = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -99,7 +101,16 @@ def test_bfloat16_and_mxfp4_files_give_the_logits_of_transformers(tmp_path):
         model.get_parameter(name).data = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     safetensors.save_file(stored, path, {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps({**settings, "quantization_config": {"quant_method": "mxfp4"}}))
-    np.testing.assert_allclose(bind(tmp_path)(jnp.asarray([PROMPT]))[0], logits(model), rtol=1e-3, atol=1e-3)
+    dense = bind(tmp_path)(jnp.asarray([PROMPT]))[0]
+    np.testing.assert_allclose(dense, logits(model), rtol=1e-3, atol=1e-3)
+    # As integers with a scale for 32 inputs, as in the file, the experts stay exact.
+    source = open_model(tmp_path, set=[*FLOAT32, "model.decoder.stack.mode=unrolled"])
+    state = compose(source.config, jax.devices()[:1]).state
+    config = weight_only_config(source.config, "int8", tile_size=32, target="model.**.feed_forward.*")
+    functional = Functional.from_config(config.model)
+    params = quantize_params(source.read({**state.params, **state.variables}), functional)
+    assert {str(x.dtype) for path, x in params.items() if path.endswith("feed_forward.up.weight")} == {"int8"}
+    np.testing.assert_array_equal(functional.bind(params, {})(jnp.asarray([PROMPT]))[0], dense)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_plugins_moe.feature import MoE
 from axlearn_plugins_quantization.feature import weight_only_config
+from axlearn_plugins_quantization.library import dequantize_weight, load, quantize_weight
 from axlearn_plugins_quantization.store import quantize_params, quantize_run, size
 from axlearn_plugins_quantization.weight_only import NoLearner, WeightOnlyLinear
 
@@ -38,6 +39,36 @@ def test_values_are_close(storage, tile, bound):
     assert 1e-4 < float(jnp.linalg.norm(y - z) / jnp.linalg.norm(y)) < bound
     assert close(x.astype(jnp.bfloat16)).dtype == jnp.float32  # the compute dtype
     assert close.weight_scale.get_metadata()["out_sharding"] == (None, "heads", "head_dim")
+
+
+def grid(largest, tile, rng):
+    """Return weights [128, 6] that are integers up to `largest`, times a power of two for each output and tile of inputs."""
+    integers = rng.integers(-largest, largest + 1, (128 // tile, tile, 6))
+    integers[:, 0] = largest
+    return (integers * 2.0 ** rng.integers(-12, 9, (128 // tile, 1, 6))).reshape(128, 6).astype(np.float32)
+
+
+@pytest.mark.parametrize(("storage", "largest"), [("int8", 127), ("int8", 12), ("int8", 5), ("int4", 7), ("int4", 3)])
+@pytest.mark.parametrize("tile", [32, 128])
+def test_integers_times_a_power_of_two_stay_exact(storage, largest, tile):
+    weight = grid(largest, tile, np.random.default_rng(largest))
+    weight[:tile, 1] = 0
+    values, scales = quantize_weight(jnp.asarray(weight), 1, storage, tile)
+    assert (values.dtype, scales.shape) == (jnp.dtype(storage), (128 // tile, 6))
+    np.testing.assert_array_equal(dequantize_weight(values, scales, jnp.float32), weight)
+
+
+def test_tiles_that_are_not_exact_are_rounded_as_before():
+    rng = np.random.default_rng(0)
+    weight = np.concatenate([grid(5, 32, rng)[:64], rng.normal(size=(64, 6)).astype(np.float32)])
+    values, scales = quantize_weight(jnp.asarray(weight), 1, "int8", 32)
+    package, *_ = load()
+    rounded = package.quantize(
+        jnp.asarray(weight), "int8", channelwise_axes=(1,), tiled_axes={0: 32}, scale_dtype="float32"
+    )
+    np.testing.assert_array_equal(dequantize_weight(values, scales, jnp.float32)[:64], weight[:64])
+    np.testing.assert_array_equal(values[64:], rounded.qvalue[64:])
+    np.testing.assert_array_equal(scales[2:], rounded.scale[2:])
 
 
 def test_smaller_tiles_are_closer():

@@ -255,7 +255,10 @@ def _config(rule: Rule) -> Any:
 
 
 def quantize_weight(weight: jax.Array, inputs: int, storage: str, tile_size: int | None) -> tuple[jax.Array, jax.Array]:
-    """Quantize a weight [*input_dims, *output_dims]. Return (values, scales), with a scale for each output and tile of inputs."""
+    """Quantize a weight [*input_dims, *output_dims]. Return (values, scales), with a scale for each output and tile of inputs.
+
+    Weights that are small integers times a power of two, such as those of an MXFP4 file, stay exact.
+    """
     array = load()[0].quantize(
         weight,
         storage,
@@ -263,7 +266,22 @@ def quantize_weight(weight: jax.Array, inputs: int, storage: str, tile_size: int
         tiled_axes={} if tile_size is None else {inputs - 1: tile_size},
         scale_dtype="float32",
     )
-    return array.qvalue, array.scale
+    return _keep_exact(weight, array.qvalue, array.scale)
+
+
+def _keep_exact(weight: jax.Array, values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Use a power of two as the scale of each group whose weights are then integers, and the given values and scales elsewhere."""
+    sizes = [size for pair in zip(scales.shape, weight.shape, strict=True) for size in (pair[0], pair[1] // pair[0])]
+    within = tuple(range(1, len(sizes), 2))
+    grouped = weight.astype(jnp.float32).reshape(sizes)
+    mantissa, exponent = jnp.frexp(jnp.max(jnp.abs(grouped), axis=within) / jnp.iinfo(values.dtype).max)
+    exponent -= (mantissa == 0.5).astype(exponent.dtype)
+    power = jnp.ldexp(jnp.float32(1), exponent)  # the smallest one with which all values fit
+    integers = grouped / jnp.expand_dims(power, within)
+    is_exact = jnp.all(integers == jnp.round(integers), axis=within)
+    exact = jnp.expand_dims(is_exact, within)
+    kept = jnp.where(exact, integers, values.reshape(sizes).astype(jnp.float32)).reshape(weight.shape)
+    return kept.astype(values.dtype), jnp.where(is_exact, power, scales)
 
 
 def stored_product(x: jax.Array, values: jax.Array, scales: jax.Array, dimensions: Dimensions) -> jax.Array:
