@@ -12,7 +12,8 @@ import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
 from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
-from axlearn_plugins_verify.prove import proof
+from axlearn_plugins_verify.prove import minimize, proof
+from axlearn_plugins_verify.prove import shrink as shrinking
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from axlearn_plugins_verify.prove.shrink import Shrunk
 from support.paths import ROOT
@@ -53,7 +54,9 @@ def installed(monkeypatch):
     """Replace the installed properties, and keep configs as large as they are."""
     fakes = {}
     monkeypatch.setattr(proof, "properties", lambda: fakes)
-    monkeypatch.setattr(proof, "shrink", lambda config, devices, deadline: Shrunk(config=config, meshes=(), changes={}))
+    monkeypatch.setattr(
+        proof, "shrink", lambda config, devices, deadline=0.0: Shrunk(config=config, meshes=(), changes={})
+    )
     return fakes
 
 
@@ -156,6 +159,19 @@ def test_checks_after_the_time_limit_are_reported(installed, monkeypatch):
     result = proof.prove("quickstart", seeds=1, minutes=5)
     assert statuses(result) == [("one", 0, "holds"), ("other", 0, "not run")]
     assert result.holds
+
+
+def test_a_failure_after_the_time_limit_is_reported_without_a_smaller_config(monkeypatch):
+    """The first check ends after the limit, so there is no time to minimize the request."""
+    late = Fake(lambda config: (clock.append(1000.0), failed())[1])
+    clock = [0.0]
+    monkeypatch.setattr(proof, "properties", lambda: {"late": late})
+    for module in (proof, minimize, shrinking):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: sum(clock)))
+    result = proof.prove("llama2-7b", seeds=1, minutes=5)
+    assert [check.status for check in result.failures] == ["FAILS"]
+    assert result.minimal is not None
+    assert not result.minimal.complete
 
 
 def test_an_unknown_property_names_the_nearest(installed):

@@ -182,9 +182,7 @@ def prove(
 
         def still_fails(other: Resolved, meshes: minimize.Meshes, located: bool) -> Check | None:
             with contextlib.nullcontext() if located else module_calls.without_location():
-                return _still_fails(
-                    other, meshes or (shrunk.meshes if mesh else ()), failed, chosen[failed.name], deadline + 60
-                )
+                return _still_fails(other, meshes or (shrunk.meshes if mesh else ()), failed, chosen[failed.name])
 
         meshes = shrunk.meshes if failed.name == MESH else ()
         minimal = minimize.minimize(request, resolved, still_fails, deadline=deadline + 60, meshes=meshes)
@@ -275,11 +273,9 @@ def requested_target(resolved: Resolved) -> Target | None:
     return resolved.machine.target if resolved.machine else None
 
 
-def _still_fails(
-    other: Resolved, meshes: minimize.Meshes, failed: Check, part: Property, deadline: float
-) -> Check | None:
+def _still_fails(other: Resolved, meshes: minimize.Meshes, failed: Check, part: Property) -> Check | None:
     """Return the check of another request if the property fails there, too."""
-    shrunk = shrink(other.config, len(jax.devices()), deadline)
+    shrunk = shrink(other.config, len(jax.devices()))
     case = Case(
         shrunk.config,
         original=other.config,
