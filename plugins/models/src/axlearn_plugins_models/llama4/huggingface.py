@@ -71,7 +71,7 @@ class Llama4(d.RopeDecoder):
         return {
             f"{d.ATTENTION}.position": cycle_of([rope if rotates else tuning for rotates in rotary]),
             f"{d.ATTENTION}.qk_norm": cycle_of([norm if rotates else None for rotates in rotary]),
-            f"{d.ATTENTION}.qk_norm_last": True,
+            f"{d.ATTENTION}.qk_norm_last": norm is not None,
             f"{d.ATTENTION}.chunk": cycle_of(chunks),
             f"{d.FEED_FORWARD}.{f'children.{step - 1}.' if step > 1 else ''}weigh_inputs": True,
             **{f"{path}.hidden_dim": hf.get("intermediate_size_mlp", 16_384) for path in paths},
