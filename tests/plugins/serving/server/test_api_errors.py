@@ -146,6 +146,9 @@ def test_hints_name_the_field_of_this_api_or_nothing(model, fields, hint):
         ),
         (ResponseRequest, {"input": "a", "reasoning": {"efort": "low"}}, "reasoning.efort", "effort"),
         (ResponseRequest, {"input": "a", "reasoning": {"zebra": 1}}, "reasoning.zebra", None),
+        (ChatRequest, {"response_format": {"type": "json_object", "json_schema": {}}}, "json_schema", None),
+        (ChatRequest, {"response_format": {"type": "text", "schema": {}}}, "schema", None),
+        (ResponseRequest, {"input": "a", "text": {"format": {"type": "json_object", "name": "x"}}}, "name", None),
     ],
 )
 def test_hints_for_fields_of_objects(model, fields, path, close):

@@ -7,6 +7,7 @@ import time
 import httpx
 import pytest
 
+from axlearn_plugins_serving.server import responses
 from axlearn_plugins_serving.server.response_store import ResponseStore
 from axlearn_plugins_serving.server.text_pool import SHORT
 from support.fake_engine import FakeEngine
@@ -163,7 +164,27 @@ def test_a_reference_to_an_item_that_is_not_stored_is_an_error(client, server, p
     answer = httpx.post(f"{server.url}/v1/{path}", json={"input": items})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, "input[1].id", "item_not_found")
-    assert "store: true" in error["message"]
+    assert "`store: false`" in error["message"]
+
+
+def test_references_to_items_have_limits(client, server, monkeypatch):
+    first = ask(client, store=True)
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    monkeypatch.setattr(responses, "MAX_RECORD_BYTES", 1000)
+    error = httpx.post(f"{server.url}/v1/responses", json={"input": [reference] * 100}).json()["error"]
+    assert (error["code"], error["param"].startswith("input[")) == ("input_too_large", True)
+
+
+def test_a_reference_to_a_call_that_was_cut_off_is_an_error(client, server):
+    first = ask(client, store=True)
+    stored = server.service.responses.get(first.id)
+    stored.response["output"][-1]["arguments"] = '{"city": '
+    server.service.responses.put(stored)
+    answer = httpx.post(
+        f"{server.url}/v1/responses", json={"input": [{"type": "item_reference", "id": first.output[-1].id}]}
+    )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "input[0].id", "item_incomplete")
 
 
 def test_a_stored_response_is_continued(client, server):

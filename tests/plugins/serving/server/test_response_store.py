@@ -1,5 +1,6 @@
 """The bounds, the order and the file of stored responses."""
 
+import contextlib
 import json
 import random
 import sqlite3
@@ -34,7 +35,7 @@ def test_items_are_stored_and_removed_with_their_response():
     for id in "abc":
         store.put(with_items(id, f"{id}1", f"{id}2"))
     assert store.get_item("a1") is None
-    assert store.get_item("b2") == {"id": "b2", "text": "b2 of b"}
+    assert json.loads(store.get_item("b2")) == {"id": "b2", "text": "b2 of b"}
     store.put(with_items("b", "b3"))
     assert [store.get_item(item) is None for item in ("b1", "b2", "b3")] == [True, True, False]
     store.delete("b")
@@ -47,9 +48,15 @@ def test_items_of_a_file_of_an_older_version_are_found(tmp_path):
     store = ResponseStore(path)
     store.put(with_items("a", "a1"))
     store.close()
-    with sqlite3.connect(path) as database:
-        database.execute("DROP TABLE items")
-    assert ResponseStore(path).get_item("a1") == {"id": "a1", "text": "a1 of a"}
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("DROP TABLE IF EXISTS items")
+    store = ResponseStore(path)
+    assert json.loads(store.get_item("a1")) == {"id": "a1", "text": "a1 of a"}
+    store.put(with_items("b", "b1"))
+    store.close()
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("DELETE FROM items WHERE response = 'b'")  # as if an older version had stored it
+    assert json.loads(ResponseStore(path).get_item("b1"))["id"] == "b1"
 
 
 def test_the_size_is_bounded():

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
 from axlearn_core.errors import counted, nearest
@@ -175,20 +175,23 @@ def _hint(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
 
 
 def _models_at(location: tuple[int | str, ...], model: type[BaseModel]) -> list[type[BaseModel]]:
-    """Return the models of the object at a location. Indices and the tags of unions are not fields."""
-    models = [model]
+    """Return the models of the object at a location. Indices are not fields. Tags choose a branch of a union."""
+    branches: list[tuple[str, type[BaseModel]]] = [("", model)]
     for part in location:
-        fields = [m.model_fields[part] for m in models if isinstance(part, str) and part in m.model_fields]
-        models = [inner for field in fields for inner in _inner_models(field.annotation)] if fields else models
-    return models
+        fields = [field for _, m in branches for name, field in m.model_fields.items() if part in (name, field.alias)]
+        branches = [branch for field in fields for branch in _branches(field.annotation)] if fields else branches
+        branches = [(kind, m) for kind, m in branches if kind == part] or branches
+    return [m for _, m in branches]
 
 
-def _inner_models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models in a type, such as those of a list of a union."""
+def _branches(annotation: Any, kind: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield the models in a type, such as those of a list of a union, each with its tag or an empty string."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _inner_models(part)
+        yield kind, annotation
+    parts = get_args(annotation)
+    kind = next((part.tag for part in parts if isinstance(part, Tag)), kind)
+    for part in parts:
+        yield from _branches(part, kind)
 
 
 def _means(unknown: tuple[int | str, ...], missing: tuple[int | str, ...], model: type[BaseModel]) -> bool:
@@ -209,7 +212,8 @@ def _other_name(name: str, model: type[BaseModel]) -> str | None:
 
 def _similar_field(name: str, model: type[BaseModel]) -> str | None:
     """Return the field whose name is spelled almost like `name`, or None. Case and underscores do not matter."""
-    fields = {_plain(field): field for field in model.model_fields}
+    names = [field.alias or own for own, field in model.model_fields.items()]
+    fields = {_plain(field): field for field in names if field != name}
     return next((fields[plain] for plain in nearest(_plain(name), fields, 1, cutoff=_SIMILAR)), None)
 
 

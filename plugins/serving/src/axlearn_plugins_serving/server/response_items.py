@@ -55,7 +55,7 @@ class ReasoningItem(MessagePart):
 
 
 class ItemReference(MessagePart):
-    """An item of a stored response's output or input, by its id."""
+    """An item of a stored response's output, by its id."""
 
     type: Literal["item_reference"]
     id: Annotated[str, Field(max_length=256)]
@@ -92,12 +92,20 @@ Item = Annotated[
 ]
 
 _ITEM: TypeAdapter[Any] = TypeAdapter(Item)
+_READ = ("type", "role", "content", "summary", "call_id", "name", "arguments", "output")
+"""Fields of stored items that the model is shown."""
 
 
-def parse_item(item: Any) -> Any:
-    """Return a stored item as an object, without logging its fields that are not read, such as its status."""
-    names = ("type", "role", "content", "summary", "call_id", "name", "arguments", "output")
-    return _ITEM.validate_python({name: item[name] for name in names if name in item})
+def parse_item(item: dict[str, Any]) -> Any:
+    """Return a stored item as an object. Its other fields, such as the status, are for clients.
+
+    Raises:
+        ValidationError: The item is not complete.
+    """
+    fields = {name: item[name] for name in _READ if name in item}
+    if isinstance(parts := fields.get("content"), list):
+        fields["content"] = [{name: part[name] for name in ("type", "text") if name in part} for part in parts]
+    return _ITEM.validate_python(fields)
 
 
 def item_messages(items: Sequence[Any]) -> list[dict[str, Any]]:

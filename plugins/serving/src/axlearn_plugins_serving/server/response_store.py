@@ -22,12 +22,12 @@ _TABLES = (
     "(id INTEGER PRIMARY KEY AUTOINCREMENT, parent INTEGER, size INTEGER, total INTEGER, messages TEXT)",
     "CREATE INDEX IF NOT EXISTS responses_by_turn ON responses (turn)",
     "CREATE INDEX IF NOT EXISTS turns_by_parent ON turns (parent)",
-    "CREATE TABLE IF NOT EXISTS items (id TEXT PRIMARY KEY, response TEXT) WITHOUT ROWID",
+    "CREATE TABLE IF NOT EXISTS items (id TEXT PRIMARY KEY, response TEXT, place INTEGER) WITHOUT ROWID",
     "CREATE INDEX IF NOT EXISTS items_by_response ON items (response)",
 )
 _ADD_ITEMS = """
 INSERT OR REPLACE INTO items
-SELECT json_extract(value, '$.id'), responses.id FROM responses, json_each(record, '$.response.output')
+SELECT json_extract(value, '$.id'), responses.id, key FROM responses, json_each(record, '$.response.output')
 WHERE json_extract(value, '$.id') IS NOT NULL
 """
 _FAIL_UNFINISHED = """
@@ -172,15 +172,15 @@ class ResponseStore:
         messages = [message for (part,) in parts for message in json.loads(part)]
         return StoredResponse(**json.loads(row[0]), messages=messages, size=row[1], turn=row[2])
 
-    def get_item(self, id: str) -> dict[str, Any] | None:
-        """Return an item of a response's output by its own id, or None if no stored response has it."""
+    def get_item(self, id: str) -> str | None:
+        """Return an item of a response's output by its own id, as JSON, or None if no stored response has it."""
         query = (
-            "SELECT value FROM items JOIN responses ON responses.id = items.response, json_each(record, '$.response.output') "
-            "WHERE items.id = ? AND json_extract(value, '$.id') = items.id"
+            "SELECT json_extract(record, '$.response.output[' || place || ']') "
+            "FROM items JOIN responses ON responses.id = items.response WHERE items.id = ?"
         )
         with self._lock:
             row = self._database.execute(query, (id,)).fetchone()
-        return None if row is None else json.loads(row[0])
+        return None if row is None else row[0]
 
     def delete(self, id: str) -> bool:
         """Remove a response. Returns False if it is not stored.
@@ -215,8 +215,8 @@ class ResponseStore:
         columns = [row[1] for row in self._database.execute("PRAGMA table_info(responses)")]
         for statement in (*(() if "turn" in columns else _SPLIT), *_TABLES[2:]):
             self._database.execute(statement)
-        if not self._database.execute("SELECT EXISTS (SELECT 1 FROM items)").fetchone()[0]:
-            self._database.execute(_ADD_ITEMS)  # the file may be of an older version
+        # The file may have responses of an older version.
+        self._database.execute(f"{_ADD_ITEMS} AND responses.id NOT IN (SELECT response FROM items)")
         if self._database.execute(_FAIL_UNFINISHED).rowcount:
             self._database.execute(_MEASURE)
 

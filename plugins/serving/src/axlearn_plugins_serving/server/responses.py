@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+from pydantic import ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
@@ -15,7 +16,7 @@ from axlearn_plugins_serving.server.http import EventStream, read_json, respond
 from axlearn_plugins_serving.server.message_schemas import AllowedTools, NamedTool
 from axlearn_plugins_serving.server.response_answer import ResponseAnswer
 from axlearn_plugins_serving.server.response_items import ItemReference, item_messages, parse_item
-from axlearn_plugins_serving.server.response_store import StoredResponse
+from axlearn_plugins_serving.server.response_store import MAX_RECORD_BYTES, StoredResponse
 from axlearn_plugins_serving.server.schemas import (
     JsonSchemaFormat,
     ResponseAllowedTools,
@@ -113,36 +114,50 @@ async def _stored(request: HttpRequest) -> StoredResponse:
     return stored
 
 
-def _unknown(service: Service, id: str) -> str:
+def _unknown(service: Service, id: str, kind: str = "response") -> str:
+    """Return why there is no stored response, or no `item` of one, with an id."""
+    subject = f"no stored response has {'' if kind == 'response' else 'an item with '}the id {id[:80]!r}"
     if service.is_replica:
         return (
-            f"this replica has no stored response with the id {id[:80]!r}; replicas do not share their stored responses, so send "
-            "the whole conversation"
+            f"in this replica, {subject}; replicas do not share their stored responses, so send the whole conversation"
         )
     return (
-        f"no stored response has the id {id[:80]!r}; it was created with `store: false`, was deleted, or was evicted (the "
-        f"server keeps the newest {service.responses.max_responses:,} responses, up to "
-        f"{service.responses.max_bytes // 2**20} MiB)"
+        f"{subject}; its response was created with `store: false`, was deleted, or was evicted (the server keeps the newest "
+        f"{service.responses.max_responses:,} responses, up to {service.responses.max_bytes // 2**20} MiB)"
     )
 
 
-async def _read_items(service: Service, items: list[Any]) -> tuple[list[Any], int]:
+def _read_items(service: Service, items: list[Any]) -> tuple[list[Any], int]:
     """Replace references by the stored items. Return all items, and the size of the stored ones in bytes."""
+    stored: dict[str, tuple[Any, int]] = {}
     read, size = [], 0
     for index, item in enumerate(items):
         if not isinstance(item, ItemReference):
             read.append(item)
             continue
-        stored = await asyncio.to_thread(service.responses.get_item, item.id)
-        if stored is None:
-            message = (
-                f"input[{index}].id: no stored response has an item with the id {item.id[:80]!r}; send the item itself, or store "
-                "its response (`store: true`)"
-            )
-            raise ApiError(400, message, param=f"input[{index}].id", code="item_not_found")
-        read.append(parse_item(stored))
-        size += len(json.dumps(stored))
+        param = f"input[{index}].id"
+        if item.id not in stored:
+            stored[item.id] = _read_item(service, item.id, param)
+        parsed, item_size = stored[item.id]
+        size += item_size
+        if size > MAX_RECORD_BYTES:
+            message = f"{param}: the items that input refers to have more than {MAX_RECORD_BYTES:,} bytes"
+            raise ApiError(400, message, param=param, code="input_too_large")
+        read.append(parsed)
     return read, size
+
+
+def _read_item(service: Service, id: str, param: str) -> tuple[Any, int]:
+    """Return a stored item, and its size in bytes."""
+    text = service.responses.get_item(id)
+    if text is None:
+        message = f"{param}: {_unknown(service, id, 'item')}; send the item itself"
+        raise ApiError(400, message, param=param, code="item_not_found")
+    try:
+        return parse_item(json.loads(text)), len(text)
+    except ValidationError:  # such as a call that was cut off in its arguments
+        message = f"{param}: the item was cut off when its response ended, so it cannot be continued; leave it out"
+        raise ApiError(400, message, param=param, code="item_incomplete") from None
 
 
 async def _conversation(service: Service, body: ResponseInput) -> tuple[Conversation, StoredResponse | None, int]:
@@ -162,7 +177,7 @@ async def _conversation(service: Service, body: ResponseInput) -> tuple[Conversa
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
     else:
-        items, item_size = await _read_items(service, body.input)
+        items, item_size = await asyncio.to_thread(_read_items, service, body.input)
         messages, size = [*messages, *item_messages(items)], size + item_size
     choice = body.tool_choice
     if isinstance(choice, ResponseToolName):
