@@ -5,8 +5,8 @@
 
 A seed chooses an experiment, up to three features that go together on it, and a dtype. A failure is a false alarm or a fault
 of the framework. Results are appended to `results/shipped-proofs.jsonl` and `results/random-proofs.jsonl`, one line for each
-config; configs that are already listed are left out. Exits with code 1 if a property failed, or if the time limit kept one of a
-shipped experiment from running.
+config; configs that are already listed are left out. Exits with code 1 if a listed config has a property that failed, or one of a
+shipped experiment that the time limit kept from running.
 """
 
 import argparse
@@ -60,11 +60,6 @@ def choose(seed: int) -> Request:
     return Request.from_arguments(experiment, with_=texts, set=settings)
 
 
-def shipped(index: int) -> Request:
-    """Return the request of an experiment by its position among the names of all experiments."""
-    return Request.from_arguments(sorted(entry.name for entry in registry().entries("experiments"))[index])
-
-
 def record(request: Request, minutes: float, seed: int, seeds: int) -> dict[str, Any]:
     """Prove a config, and return its line."""
     begun = time.monotonic()
@@ -108,13 +103,18 @@ def main() -> None:
     minutes = arguments.minutes or (5.0 if is_shipped else 1.0)
     results = RESULTS / f"{arguments.configs}-proofs.jsonl"
     first, _, last = arguments.range.partition("..")
+    names = sorted(entry.name for entry in registry().entries("experiments"))
+    numbers = range(int(first), min(int(last), len(names)) if is_shipped else int(last))
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    recorded = {line["number"] for line in lines}
-    for number in range(int(first), int(last)):
-        if number in recorded:
+    recorded = {line["command"] if is_shipped else line["seed"] for line in lines}
+    for number in numbers:
+        if (names[number] if is_shipped else number) in recorded:
             continue
-        request = shipped(number) if is_shipped else choose(number)
-        line = {"number": number, **record(request, minutes, 0 if is_shipped else number, SEEDS if is_shipped else 1)}
+        request = Request.from_arguments(names[number]) if is_shipped else choose(number)
+        line = {
+            **({} if is_shipped else {"seed": number}),
+            **record(request, minutes, 0 if is_shipped else number, SEEDS if is_shipped else 1),
+        }
         lines.append(line)
         with results.open("a") as file:
             file.write(json.dumps(line) + "\n")

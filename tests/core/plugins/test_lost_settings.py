@@ -73,6 +73,13 @@ def test_a_setting_of_a_component_names_the_values_of_features_that_it_removes(s
     assert lost == expected
 
 
+def test_a_value_inside_a_component_that_the_setting_names_is_reported():
+    attention = {ATTENTION: {"type": "attention", "num_heads": 4}}
+    resolved = resolve("quickstart", with_=["gated-delta-net", "output-gate"], set=attention)
+    assert resolved.config.model.decoder.layer.attention.output_gate is None
+    assert any("output_gate" in str(d) and "feature output-gate" in str(d) for d in resolved.decisions)
+
+
 def test_defaults_and_additions_are_not_lost():
     tree: Any = registry().experiment("quickstart")
     assert find_lost_settings(tree, tree) == ()

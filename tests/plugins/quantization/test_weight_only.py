@@ -71,6 +71,12 @@ def test_tiles_that_are_not_exact_are_rounded_as_before():
     np.testing.assert_array_equal(scales[2:], rounded.scale[2:])
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_weights_that_are_not_finite_stay_visible(value):
+    weight = jnp.asarray([[value], [1.0], [2.0], [3.0]])
+    assert not np.isfinite(dequantize_weight(*quantize_weight(weight, 1, "int8", None), jnp.float32)).all()
+
+
 def test_smaller_tiles_are_closer():
     x, exact = jax.random.normal(jax.random.key(1), (9, 128)), build(Linear.Config())
     errors = [

@@ -1,4 +1,4 @@
-"""Describe the components and settings that a feature replaces or resets."""
+"""Describe the components and settings that a feature, or a setting of a whole component, replaces or resets."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.request import Setting
 
 MOST = 4
-"""Number of decisions per feature. The last one gives the number of the others."""
+"""Number of decisions per feature, and for all settings. The last one gives the number of the others."""
 
 
 def find_lost_settings(before: Node[Any], after: Node[Any]) -> tuple[Effect, ...]:
@@ -61,13 +61,18 @@ def describe_lost_to_settings(
         sources: Source of each value by path; see `describe_lost`.
         name_of: Returns the name of a config class.
     """
-    lost = tuple(e for e in find_lost_settings(before, after) if _source(e, sources).startswith("feature "))
-    index, decisions = SettingIndex(settings, before), []
-    for effect in _outermost(lost):
-        setting = index.find(effect.place)
-        if setting is not None and not index.names(effect.place):
-            decisions.append(_describe(effect, lost, before, after, sources, name_of, setting.location))
-    return _shorten(decisions)
+    index = SettingIndex(settings, before)
+    lost = tuple(
+        e
+        for e in find_lost_settings(before, after)
+        if _source(e, sources).startswith("feature ") and not index.names(e.place)
+    )
+    causes = ((effect, index.find(effect.place)) for effect in _outermost(lost))
+    return _shorten(
+        _describe(effect, lost, before, after, sources, name_of, setting.location)
+        for effect, setting in causes
+        if setting is not None
+    )
 
 
 def _outermost(lost: Sequence[Effect]) -> list[Effect]:

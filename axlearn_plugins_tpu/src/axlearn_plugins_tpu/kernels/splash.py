@@ -157,7 +157,10 @@ class _Splash:
         axes = [QUERY_AXES, KEY_AXES, KEY_AXES, *(None if x is None else ("batch", None) for x in ids)]
         axes += [None if structure.prefix is None else ("batch",), None if op.sinks is None else SINK_AXES]
         spread = per_device(run, axes, QUERY_AXES)
-        return spread(query * op.scale, key, value, *ids, prefix, op.sinks)
+        sinks = (
+            None if op.sinks is None else op.sinks.astype(query.dtype)
+        )  # their gradients have the dtype of the result
+        return spread(query * op.scale, key, value, *ids, prefix, sinks)
 
 
 def _local(
@@ -182,7 +185,7 @@ def _local(
         query_ids: int32 [B, S].
         key_ids: int32 [B, S].
         prefix: int32 [B].
-        sinks: float32 [N].
+        sinks: [N].
         structure: Mask without its segments.
         softcap: Cap on the scores.
         blocks: Block sizes.

@@ -274,11 +274,12 @@ def _keep_exact(weight: jax.Array, values: jax.Array, scales: jax.Array) -> tupl
     sizes = [size for pair in zip(scales.shape, weight.shape, strict=True) for size in (pair[0], pair[1] // pair[0])]
     within = tuple(range(1, len(sizes), 2))
     grouped = weight.astype(jnp.float32).reshape(sizes)
-    mantissa, exponent = jnp.frexp(jnp.max(jnp.abs(grouped), axis=within) / jnp.iinfo(values.dtype).max)
+    largest = jnp.max(jnp.abs(grouped), axis=within)
+    mantissa, exponent = jnp.frexp(largest / jnp.iinfo(values.dtype).max)
     exponent -= (mantissa == 0.5).astype(exponent.dtype)
     power = jnp.ldexp(jnp.float32(1), exponent)  # the smallest one with which all values fit
     integers = grouped / jnp.expand_dims(power, within)
-    is_exact = jnp.all(integers == jnp.round(integers), axis=within)
+    is_exact = jnp.isfinite(largest) & jnp.all(integers == jnp.round(integers), axis=within)
     exact = jnp.expand_dims(is_exact, within)
     kept = jnp.where(exact, integers, values.reshape(sizes).astype(jnp.float32)).reshape(weight.shape)
     return kept.astype(values.dtype), jnp.where(is_exact, power, scales)

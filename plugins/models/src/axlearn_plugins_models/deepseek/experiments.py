@@ -60,7 +60,8 @@ def deepseek_v3() -> Trainer.Config:
 
 def freeze_indexers(config: Trainer.Config) -> Trainer.Config:
     """Freeze the lightning indexers. Their selection passes no gradients, and weight decay would shrink them."""
-    return patch(config, {"learner.rules": (ParameterRule(pattern="**.indexer.**", freeze=True),)})
+    learner: Any = config.learner
+    return patch(config, {"learner.rules": (*learner.rules, ParameterRule(pattern="**.indexer.**", freeze=True))})
 
 
 def deepseek_v3_2() -> Trainer.Config:

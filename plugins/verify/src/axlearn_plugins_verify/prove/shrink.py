@@ -125,12 +125,16 @@ def shrink(config: Any, devices: int = 8, deadline: float = math.inf) -> Shrunk:
     """
     _check_input(config)
     structure = describe_structure(config)
-    short = shorten_cycles(config)
-    small, small_structure = _first_valid(short, structure, deadline)
-    for other in dict.fromkeys((shorten_cycles(config, irregular=True), config)):
-        if other == short or (small != short and not structure.lost_operations(small_structure)):
+    candidates = []
+    for short in dict.fromkeys((shorten_cycles(config), shorten_cycles(config, irregular=True), config)):
+        small, small_structure = _first_valid(short, structure, deadline)
+        lost = len(structure.lost_operations(small_structure))
+        candidates.append((small == short, lost, len(candidates), short, small, small_structure))
+        if small != short and (not lost or time.monotonic() > deadline):
             break
-        short, (small, small_structure) = other, _first_valid(other, structure, deadline)
+    *_, short, small, small_structure = min(
+        candidates, key=lambda c: c[:3]
+    )  # smaller, then with the fewest lost operations
     if small_structure.parameters > SMALL:
         small, small_structure = _shrink_one_by_one(small, small_structure, deadline)
     lost = structure.lost_operations(small_structure)
