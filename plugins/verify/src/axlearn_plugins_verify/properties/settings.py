@@ -78,7 +78,7 @@ def _other_values(value: Any) -> tuple[Any, ...]:
     if isinstance(value, bool):
         return (not value,)
     if isinstance(value, int):
-        return (2 * value, value + 1, value - 1)
+        return tuple(other for other in (2 * value, value + 1, value - 1) if other != value)
     return (value * 1.25, value * 0.75) if isinstance(value, float) and value else ()
 
 

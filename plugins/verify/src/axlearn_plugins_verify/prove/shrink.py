@@ -37,6 +37,7 @@ SIZES: Mapping[str, int] = {
     "head_dim": 8,
     "hidden_dim": 32,
     "image_size": 8,
+    "interval": 8,  # of positions; Ministral 3 has one number for this and `original_length`
     "key_dim": 8,
     "kv_rank": 16,
     "loss_chunk": 4,
