@@ -61,6 +61,7 @@ TESTED_BY = {
     "axlearn_plugins_serving.server.limits": "plugins/serving/server/test_server_large_requests.py",
     "axlearn_plugins_serving.server.message_schemas": "plugins/serving/server/test_schemas_null_fields.py",
     "axlearn_plugins_serving.server.response_schemas": "plugins/serving/server/test_server_load.py",
+    "axlearn_plugins_serving.server.responses": "plugins/serving/server/test_response_answer.py",
     "axlearn_plugins_serving.server.service": "plugins/serving/server/test_server_api.py",
     "axlearn_plugins_tools.reporting.page": "plugins/tools/reporting/test_reporting_report.py",
     "axlearn_plugins_tools.reporting.run_metrics": "plugins/tools/reporting/test_prometheus.py",

@@ -67,7 +67,7 @@ def test_a_feature_that_replaces_the_setting_of_another_names_it():
     ],
     ids=["component", "value", "field", "component with the value", "pattern"],
 )
-def test_a_setting_of_a_component_names_the_values_of_features_that_it_removes(settings, expected):
+def test_a_setting_of_a_component_names_the_values_that_it_removes(settings, expected):
     resolved = resolve("quickstart", with_=["attention-sinks"], set=settings)
     lost = [str(d) for d in resolved.decisions if "set by feature" in str(d)]
     assert lost == expected

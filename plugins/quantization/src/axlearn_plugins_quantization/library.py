@@ -281,8 +281,8 @@ def _keep_exact(weight: jax.Array, values: jax.Array, scales: jax.Array) -> tupl
     integers = grouped / jnp.expand_dims(power, within)
     is_exact = jnp.isfinite(largest) & jnp.all(integers == jnp.round(integers), axis=within)
     exact = jnp.expand_dims(is_exact, within)
-    kept = jnp.where(exact, integers, values.reshape(sizes).astype(jnp.float32)).reshape(weight.shape)
-    return kept.astype(values.dtype), jnp.where(is_exact, power, scales)
+    stored = jnp.where(exact, integers, values.reshape(sizes).astype(jnp.float32)).reshape(weight.shape)
+    return stored.astype(values.dtype), jnp.where(is_exact, power, scales)
 
 
 def stored_product(x: jax.Array, values: jax.Array, scales: jax.Array, dimensions: Dimensions) -> jax.Array:

@@ -161,7 +161,7 @@ def test_checks_after_the_time_limit_are_reported(installed, monkeypatch):
     assert result.holds
 
 
-def test_a_failure_after_the_time_limit_is_reported_without_a_smaller_config(monkeypatch):
+def test_a_failure_after_the_time_limit_is_reported(monkeypatch):
     """The first check ends after the limit, so there is no time to minimize the request."""
     late = Fake(lambda config: (clock.append(1000.0), failed())[1])
     clock = [0.0]
