@@ -220,7 +220,7 @@ BAD = (
         "tokenize-both", "/tokenize", b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', says="either"
     ),
     Bad("tokenize-none", "/tokenize", b"{}", says="either"),
-    Bad("tokenize-tools", "/tokenize", b'{"prompt": "a", "tools": []}', says="tools need messages"),
+    Bad("tokenize-tools", "/tokenize", b'{"prompt": "a", "tools": []}', says="tools is only for messages"),
     Bad("detokenize-unknown", "/detokenize", b'{"tokens": [1, 999]}', says="not below 257", param="tokens[1]"),
     Bad("detokenize-negative", "/detokenize", b'{"tokens": [-1]}', param="tokens[0]"),
     Bad("detokenize-text", "/detokenize", b'{"tokens": "a"}', param="tokens"),

@@ -532,7 +532,7 @@ class TokenizeRequest(Body):
         }
         for name, value in of_messages.items():
             if self.messages is None and value is not None:
-                raise field_error(name, f"{name} needs messages: omit it if there is a prompt")
+                raise field_error(name, f"{name} is only for messages: omit it if there is a prompt")
         if self.add_special_tokens and self.messages is not None:
             raise field_error(
                 "add_special_tokens",
