@@ -8,6 +8,7 @@ from axlearn_core.compose import compose
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError
+from axlearn_core.nn.layer import Context
 from axlearn_core.nn.summaries import get_scalars
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_parallelism.pipelined_stack import PipelinedStack
@@ -33,6 +34,15 @@ def test_an_axis_that_splits_nothing_is_refused_and_the_feature_is_named():
         ConfigError, match=r"mesh\.shape\.pipeline: no mesh rule.*\n.*got: 2 devices\n.*--with pipeline:"
     ):
         program()
+
+
+def test_what_the_model_shares_with_its_layers_is_refused():
+    """The streams of Gemma 3n would be split by stream instead of by row, and the last ones would be lost."""
+    stack, x = PipelinedStack.Config(microbatches=2).build(), np.zeros((4, 8, 16), np.float32)
+    context = Context()
+    context.share("altup_streams", x)
+    with pytest.raises(ConfigError, match=r"stack\.microbatches: a pipeline does not pass on[\s\S]*got: altup_streams"):
+        stack(None, x, context)
 
 
 def test_layers_that_make_no_equal_stages():

@@ -77,6 +77,12 @@ class PipelinedStack(Stack):
         stages = place.mesh.shape[AXIS] if place is not None else 1
         if cache is not None or isinstance(layers, nnx.List):
             return super().__call__(layers, x, context, cache)
+        if context.shared:
+            raise _incompatible(
+                "microbatches",
+                "a pipeline does not pass on what the model shares with its layers",
+                _names(context.shared),
+            )
         if self.cfg.schedule == "1f1b" and (call := stack_call()) is not None:
             if context.layer_inputs:
                 raise _incompatible(
