@@ -119,7 +119,7 @@ def main() -> None:
         with results.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
-        os.execv(sys.executable, [sys.executable, *sys.argv])  # what a proof leaves behind slows down the next one
+        os.execv(sys.executable, [sys.executable, *sys.argv])  # memory mappings stay behind; with too many, LLVM fails
     raise SystemExit(any(is_wrong(line) or (is_shipped and line.get(NOT_RUN)) for line in lines))
 
 

@@ -177,8 +177,11 @@ async def _conversation(service: Service, body: ResponseInput) -> tuple[Conversa
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
     else:
-        items, item_size = await asyncio.to_thread(_read_items, service, body.input)
-        messages, size = [*messages, *item_messages(items)], size + item_size
+        items: list[Any] = body.input
+        if any(isinstance(item, ItemReference) for item in items):
+            items, item_size = await asyncio.to_thread(_read_items, service, items)
+            size += item_size
+        messages += item_messages(items)
     choice = body.tool_choice
     if isinstance(choice, ResponseToolName):
         choice = NamedTool.model_validate({"type": "function", "function": {"name": choice.name}})

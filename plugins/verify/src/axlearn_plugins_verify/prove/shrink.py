@@ -133,9 +133,8 @@ def shrink(config: Any, devices: int = 8, deadline: float = math.inf) -> Shrunk:
         candidates.append((small == short, lost, len(candidates), short, small, small_structure))
         if small != short and (not lost or time.monotonic() > deadline):
             break
-    *_, short, small, small_structure = min(
-        candidates, key=lambda c: c[:3]
-    )  # smaller, then with the fewest lost operations
+    # Prefer a config that became smaller, then the fewest lost operations.
+    *_, short, small, small_structure = min(candidates, key=lambda candidate: candidate[:3])
     if small_structure.parameters > SMALL:
         small, small_structure = _shrink_one_by_one(small, small_structure, deadline)
     lost = structure.lost_operations(small_structure)
