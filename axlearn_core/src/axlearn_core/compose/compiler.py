@@ -4,7 +4,7 @@ import functools
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from importlib.metadata import version
@@ -39,6 +39,7 @@ class Compiler:
         parts: Abstract arrays with shardings for each `Part`.
         mesh: Mesh config.
         kernel_notes: Reports calls that do not use the kernel that the config names.
+        attachments: Objects that callers made for this program, such as results of `compile_trial`. They live as long as it does.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Compiler:
         self.parts: dict[Part, Any] = {Part.KEY: jax.eval_shape(lambda: jax.random.key(0)), **parts}
         self.mesh = mesh
         self.kernel_notes = KernelNotes()
+        self.attachments: dict[Hashable, Any] = {}
         self._selections: dict[str, Selection] = {}
         self._jitted: dict[Any, Any] = {}
         self._compiled: dict[Any, Any] = {}

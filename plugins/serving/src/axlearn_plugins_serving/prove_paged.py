@@ -10,7 +10,7 @@ import attrs
 import jax
 import numpy as np
 
-from axlearn_core.compose import Program
+from axlearn_core.compose import ModelWeights, Program
 from axlearn_core.config import patch
 from axlearn_core.contracts.capabilities import GeneratesTokens
 from axlearn_core.errors import AxlearnError
@@ -35,6 +35,7 @@ from axlearn_plugins_verify.prove.forward import (
     random_rows,
     rows_shape,
 )
+from axlearn_plugins_verify.prove.reuse import reuse
 
 BLOCK = 2
 """Tokens per cache block. The number is small, so that short prompts span several blocks."""
@@ -42,6 +43,8 @@ CHUNK, STEP = 2, 4
 """Prompt tokens per row of a step, and per step."""
 RUNNING = 3
 """Number of requests that run at the same time. A fourth request preempts the last of them."""
+ENGINE = "engine"
+"""Key of the engine that the seeds of a proof share."""
 
 
 class PagedDecoding:
@@ -81,13 +84,14 @@ class PagedDecoding:
     def _check(self, case: Any, program: Program) -> Outcome:
         weights, length = model_weights(case, program), rows_shape(case)[1]
         requests = list_requests(case)
-        model = program.functional.bind(weights.params, weights.variables)
-        config = ServingEngine.Config(runner=_runner(case), tensor_parallel=1)
-        engine = build_engine(model, config=config, warm_up=False)
+        engine = reuse_engine(case, program, weights)
+        before = engine.statistics()
         try:
             answers, numbers = serve_requests(engine, requests), engine.statistics()
-        finally:
+        except Exception:  # its requests may still run
+            del program.attachments[ENGINE]
             engine.close()
+            raise
         rows = np.zeros((len(requests), length), np.int32)
         for row, request in zip(rows, requests, strict=True):
             tokens = [*request.prompt, *answers[request.id].tokens]
@@ -101,7 +105,8 @@ class PagedDecoding:
                 worst = max(worst, token.error)
                 if difference is None and not token.error <= tolerance:
                     difference = token
-        shared = f"{numbers.cached_prompt_tokens} shared tokens and {numbers.preemptions} preempted"
+        cached = numbers.cached_prompt_tokens - before.cached_prompt_tokens
+        shared = f"{cached} shared tokens and {numbers.preemptions - before.preemptions} preempted"
         return Outcome(
             error=worst,
             tolerance=tolerance,
@@ -112,6 +117,22 @@ class PagedDecoding:
 
 def _served(config: Any) -> Any:
     return patch(config, {"model": remove_kernels(config.model)})
+
+
+def reuse_engine(case: Any, program: Program, weights: ModelWeights) -> ServingEngine:
+    """Return the engine of a program with the given weights.
+
+    An engine that was built for an earlier seed gets the weights, so that its functions need not be compiled again.
+    """
+
+    def build() -> ServingEngine:
+        model = program.functional.bind(weights.params, weights.variables)
+        config = ServingEngine.Config(runner=_runner(case), tensor_parallel=1)
+        return build_engine(model, program=program, config=config, warm_up=False)
+
+    engine = reuse(program, ENGINE, build)
+    engine.update_weights(weights)
+    return engine
 
 
 def _runner(case: Any) -> ModelRunner.Config:

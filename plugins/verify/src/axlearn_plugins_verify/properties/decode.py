@@ -30,6 +30,7 @@ from axlearn_plugins_verify.prove.forward import (
     storage_rounding,
     token_errors,
 )
+from axlearn_plugins_verify.prove.reuse import reuse
 
 ROWS = 2
 """Rows that are decoded together."""
@@ -132,7 +133,7 @@ class Decoding:
 
     def logits(self) -> np.ndarray:
         """Return the logits, float64 [B, S, V]."""
-        chunk = self._compile()
+        chunk = reuse(self.program, "decoding", self._compile)
         parts = self._run(lambda cache, tokens: chunk(self.weights, cache, tokens))
         return np.asarray(np.concatenate(parts, axis=1), np.float64)
 
@@ -149,7 +150,8 @@ class Decoding:
         return module_calls.join_chunks(chunks)
 
     def _run(self, decode: Callable[[Any, np.ndarray], Any]) -> list[np.ndarray]:
-        cache, parts = self.program.compile_trial(self._init_cache)(self.weights), []
+        init = reuse(self.program, ("cache", self.tokens.shape), lambda: self.program.compile_trial(self._init_cache))
+        cache, parts = init(self.weights), []
         edges = [0, *range(self.prompt, self.tokens.shape[1] + 1)]
         for start, stop in itertools.pairwise(edges):
             logits, cache = decode(cache, self.tokens[:, start:stop])

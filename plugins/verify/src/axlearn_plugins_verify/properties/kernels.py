@@ -15,6 +15,7 @@ from axlearn_core.kernels.selection import REFERENCE, Choice, Selection
 from axlearn_plugins_verify.properties import target_kernels
 from axlearn_plugins_verify.prove.contract import Outcome
 from axlearn_plugins_verify.prove.forward import check_precisely
+from axlearn_plugins_verify.prove.reuse import reuse
 from axlearn_plugins_verify.prove.training_step import Step, compare_steps
 
 LENGTHS = (384, 1024)
@@ -128,11 +129,15 @@ def lengthened(batch: Any, length: int) -> dict[str, np.ndarray]:
 
 def step_choices(step: Step) -> Sequence[Choice]:
     """Return the kernels that a step selects."""
-    kernels = Selection(platform=step.program.platform)
     batch = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in step.batch.items()}
-    with step.program.tracing("train", kernels):
-        jax.eval_shape(step.compute, step.program.trained.abstract, step.program.trained.variables, batch)
-    return kernels.choices
+
+    def trace() -> Sequence[Choice]:
+        kernels = Selection(platform=step.program.platform)
+        with step.program.tracing("train", kernels):
+            jax.eval_shape(step.compute, step.program.trained.abstract, step.program.trained.variables, batch)
+        return kernels.choices
+
+    return reuse(step.program, ("choices", *((n, x.shape) for n, x in batch.items())), trace)
 
 
 def original_kernels(config: Any, platform: str) -> list[tuple[str, str]]:
@@ -142,10 +147,14 @@ def original_kernels(config: Any, platform: str) -> list[tuple[str, str]]:
 
 
 def reference_selection(program: Program) -> Selection:
-    """Return a selection in which every op computes its reference, even if the config names a kernel."""
-    return Selection(
-        platform=program.platform,
-        target=program.target.name if program.target else "",
-        declared=lambda op: [selection.reference(op)],
-        required=(),
+    """Return the selection of a program in which every op computes its reference, even if the config names a kernel."""
+    return reuse(
+        program,
+        "references",
+        lambda: Selection(
+            platform=program.platform,
+            target=program.target.name if program.target else "",
+            declared=lambda op: [selection.reference(op)],
+            required=(),
+        ),
     )

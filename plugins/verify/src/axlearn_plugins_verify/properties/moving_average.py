@@ -8,7 +8,6 @@ import numpy as np
 from axlearn_core.contracts.experiment import get_learner_config
 from axlearn_core.learn import Learner
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
-from axlearn_plugins_verify.prove.forward import QUICK
 
 STEPS = 3
 ROUNDING = 1e-6
@@ -33,7 +32,7 @@ class MovingAverage:
         """Compare the averages after a few steps."""
         program, decay = case.program(), get_learner_config(case.config).ema_decay
         batches = [program.put(case.batch(case.seed + i)) for i in range(STEPS)]
-        train, state = program.compile("train", batches[0], **QUICK), program.init(case.seed)
+        train, state = program.compile("train", batches[0]), program.init(case.seed)
         average = _values(state.params)
         start = average
         for batch in batches:

@@ -11,7 +11,6 @@ from axlearn_core.checkpoint.state import collect_arrays
 from axlearn_core.config import patch, walk
 from axlearn_core.contracts.experiment import get_checkpointer_config
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
-from axlearn_plugins_verify.prove.forward import QUICK
 
 BEFORE, AFTER = 2, 2
 """Number of steps before and after the checkpoint."""
@@ -34,7 +33,7 @@ class Resume:
         """Compare the states of both runs."""
         program = case.program()
         batches = [program.put(case.batch(case.seed + i)) for i in range(BEFORE + AFTER)]
-        train = program.compile("train", batches[0], **QUICK)
+        train = program.compile("train", batches[0])
 
         def advance(state: Any, some: list[Any]) -> Any:
             for batch in some:

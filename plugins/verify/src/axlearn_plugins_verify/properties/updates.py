@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
-from axlearn_plugins_verify.prove.forward import QUICK
 
 STEPS = 2
 """Steps to train. An adapter whose second half starts at zero updates its first half in the second step."""
@@ -25,7 +24,7 @@ class Updates:
         """Compare the parameters before and after."""
         program = case.program()
         batches = [program.put(case.batch(case.seed + i)) for i in range(STEPS)]
-        train, state = program.compile("train", batches[0], **QUICK), program.init(case.seed)
+        train, state = program.compile("train", batches[0]), program.init(case.seed)
         before = {path: np.asarray(jax.device_get(x)) for path, x in state.params.items()}
         for batch in batches:
             state, _ = train(state, batch)

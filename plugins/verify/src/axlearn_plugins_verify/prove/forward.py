@@ -1,6 +1,5 @@
 """Compute a language model's logits for every token, and by how much rounding alone changes them."""
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,9 +19,8 @@ from axlearn_plugins_transformer.causal_lm import LanguageModel
 from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from axlearn_plugins_verify.prove.double_precision import ALSO_IN_FLOAT32, equations, repeat_if_doubtful
+from axlearn_plugins_verify.prove.reuse import reuse
 
-QUICK = {"xla_backend_optimization_level": 0}
-"""Compiler options for functions that run a few times, because compiling takes most of the time."""
 EPSILON = {"float64": 2.0**-50, "float32": 2.0**-22, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 """Relative change of a parameter that simulates the rounding of a dtype."""
 FLOOR = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
@@ -31,8 +29,6 @@ FLOOR = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
 Rows = Mapping[str, Any]
 """Arrays of a batch: `tokens`, and optionally `positions` and `segment_ids`, int32 [B, S]."""
 Select = Callable[[np.ndarray], np.ndarray | None]
-
-_compiled: "weakref.WeakKeyDictionary[Program, Any]" = weakref.WeakKeyDictionary()
 
 
 def missing_logits(case: Any) -> str | None:
@@ -114,9 +110,7 @@ def forward(program: Program) -> Callable[[ModelWeights, Rows], jax.Array]:
 
 def compute_logits(program: Program, weights: ModelWeights, rows: Rows) -> np.ndarray:
     """Return the logits of rows, float64 [B, S, V]."""
-    run = _compiled.get(program)
-    if run is None:
-        run = _compiled[program] = program.compile_trial(forward(program))
+    run = reuse(program, "logits", lambda: program.compile_trial(forward(program)))
     return np.asarray(run(weights, dict(rows)), np.float64)
 
 

@@ -1,6 +1,5 @@
 """Compute the loss and the gradients of one training step, and compare two such computations."""
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from axlearn_plugins_verify.prove.double_precision import as_double
 from axlearn_plugins_verify.prove.forward import EPSILON, Select, compute_dtype, perturbed
+from axlearn_plugins_verify.prove.reuse import reuse
 
 FLOOR = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 1e-2, "float16": 5e-3}
 """Error of a gradient that rounding alone causes, relative to its norm."""
@@ -26,8 +26,6 @@ STACKED = "layers"
 """Logical axis of stacked parameters."""
 
 Gradients = Mapping[str, np.ndarray]
-
-_compiled: "weakref.WeakKeyDictionary[Program, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
 @attrs.frozen(eq=False)
@@ -63,12 +61,12 @@ class Step:
 
     def evaluate(self, perturb: float = 0.0, seed: int = 0) -> Gradient:
         """Return the loss and the gradients, with parameters moved by a random multiple of `perturb` times their magnitude."""
-        functions = _compiled.setdefault(self.program, {})
-        if self.kernels not in functions:
-            functions[self.kernels] = self.program.compile_trial(self.compute, kernels=self.kernels)
+        compute = reuse(
+            self.program, ("step", self.kernels), lambda: self.program.compile_trial(self.compute, kernels=self.kernels)
+        )
         weights = self._placed(ModelWeights(perturbed(self.weights.params, perturb, seed), self.weights.variables))
         loss, gradients = jax.device_get(
-            functions[self.kernels](weights.params, weights.variables, self.program.put(as_double(self.batch)))
+            compute(weights.params, weights.variables, self.program.put(as_double(self.batch)))
         )
         return Gradient(float(loss), {p: np.asarray(g, np.float64) for p, g in gradients.items()})
 
