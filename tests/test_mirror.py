@@ -56,7 +56,7 @@ TESTED_BY = {
     "axlearn_plugins_runtime.part_transfers": "plugins/runtime/test_tiered_processes.py",
     "axlearn_plugins_runtime.scale.simulated_ray": "plugins/runtime/scale/test_supervision.py",
     "axlearn_plugins_serving.disaggregated.router": "plugins/serving/test_disaggregated.py",
-    "axlearn_plugins_serving.functions": "plugins/serving/test_runner.py",
+    "axlearn_plugins_serving.functions": "plugins/serving/test_prompt_extras.py",
     "axlearn_plugins_serving.server.engine_thread": "plugins/serving/server/test_server_api.py",
     "axlearn_plugins_serving.server.limits": "plugins/serving/server/test_server_large_requests.py",
     "axlearn_plugins_serving.server.message_schemas": "plugins/serving/server/test_schemas_null_fields.py",

@@ -1,5 +1,6 @@
 """Rows of a step go into the smallest compiled shape that fits, and long prompts into several calls."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -24,7 +25,7 @@ def prompt(slot, count, **fields):
 
 
 def sizes(calls):
-    return [(bucket.rows, bucket.chunks) for bucket, _ in calls]
+    return [(bucket.rows, bucket.chunks) for bucket, *_ in calls]
 
 
 def test_rows_use_the_smallest_shape_that_fits():
@@ -62,7 +63,21 @@ def test_a_request_needs_the_cheapest_kind_of_sampling(sampling, masked, kind):
 
 def test_rows_are_written_with_their_slots_and_tokens():
     calls, _ = pack(decoding(1), prompt(0, 5))
-    bucket, packed = calls[0]
+    bucket, packed, _ = calls[0]
     step = bucket.unpack(np.asarray(packed))
     assert step.slot.tolist()[:2] == [1, 9]
     assert step.tokens.tolist()[2:10] == [1, 2, 3, 4, 5, 0, 0, 0]
+
+
+def test_embeddings_are_written_at_the_places_of_their_tokens():
+    values = np.arange(1.0, 13.0, dtype=np.float32).reshape(6, 2)
+    packer = Packer(BUCKETS, 9, jax.ShapeDtypeStruct((2,), np.float32))
+    rows = [prompt(0, 6, embeddings=values), Row(slot=1, tokens=(8,), start=4, blocks=(3,), embeddings=values[:1])]
+    calls, _ = packer.pack(rows, [Sampling()] * 2)
+    assert sizes(calls) == [(2, 2), (0, 1)]
+    (_, _, first), (_, packed, second) = calls
+    np.testing.assert_array_equal(first.values[first.replaces], values)
+    assert first.replaces.tolist() == [True] * 6 + [False] * 2
+    np.testing.assert_array_equal(second.values, [[1.0, 2.0], *[[0.0, 0.0]] * 3])
+    assert BUCKETS[2].unpack(packed).tokens.tolist() == [8, 0, 0, 0], "a single token with an embedding is in a chunk"
+    assert packer.pack([prompt(0, 6)], [Sampling()])[0][0][2] is None

@@ -10,7 +10,6 @@ from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Row, Sampling
 from axlearn_plugins_serving.runner import ModelRunner
-from axlearn_plugins_serving.runner_program import RunnerProgram
 from axlearn_plugins_transformer.generate import Generator
 from support import extended_models
 from support.serving_models import FAMILIES, SIZES, Requests, config, family, model, prompts, runner
@@ -33,17 +32,6 @@ def test_requests_together_get_what_each_gets_alone(features):
     for seed in range(3):
         check(instance, model(*features), seed)
     assert instance.compilations == 0
-
-
-def test_a_program_without_a_runner_declares_the_functions_of_the_runner():
-    instance = runner(chunk_buckets=(1,))
-    program = RunnerProgram.with_steps(instance.cfg, config(), jax.devices()[:1])
-    assert program.functions.keys() == instance.program.functions.keys()
-    assert program.shapes().keys() <= program.functions.keys()
-    cache, blocks, _ = program.arguments("serve_write", None)
-    assert jax.tree.map(np.shape, cache) == jax.tree.map(np.shape, instance.cache)
-    assert [x.shape[0] for x in jax.tree.leaves(cache)] == [instance.num_blocks] * len(jax.tree.leaves(instance.cache))
-    assert blocks.shape == (16,)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ used first.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -16,13 +16,23 @@ Key = bytes
 """The first 128 bits of SHA-256."""
 
 
-def root_key(adapter: str | None, version: int, prefix: Sequence[int] = ()) -> Key:
+def root_key(adapter: str | None, version: int, prefix: Sequence[int] = (), extras: bytes = b"") -> Key:
     """Return the parent key of a request's first block.
 
-    It differs between adapters, between versions of the weights, and between prefixes that attend in both directions, because
-    all blocks depend on the whole prefix.
+    It differs between adapters, between versions of the weights, between prefixes that attend in both directions, because all
+    blocks depend on the whole prefix, and between extras (`digest_extras`). As the model is causal, the embedding of a token may
+    depend on the extras and on earlier tokens, but not on later ones.
     """
-    return _digest(repr((adapter, version)).encode() + np.asarray(prefix, np.int32).tobytes())
+    facts = (adapter, version, extras) if extras else (adapter, version)
+    return _digest(repr(facts).encode() + np.asarray(prefix, np.int32).tobytes())
+
+
+def digest_extras(extras: Mapping[str, np.ndarray]) -> bytes:
+    """Return a hash of the extras of a prompt, which is empty if there are none."""
+    if not extras:
+        return b""
+    parts = [repr((name, x.shape, str(x.dtype))).encode() + x.tobytes() for name, x in sorted(extras.items())]
+    return _digest(b"".join(map(_digest, parts)))
 
 
 def block_keys(root: Key, tokens: Sequence[int], block_size: int, *, prefix: Sequence[Key] = ()) -> list[Key]:

@@ -261,10 +261,10 @@ class Cache:
         else:
             del self._announced[key]
 
-    def root_key(self, adapter: str | None, tokens: Sequence[int]) -> Key:
+    def root_key(self, adapter: str | None, tokens: Sequence[int], extras: bytes = b"") -> Key:
         """Return the parent key of the first block of a request with these tokens."""
         version = self._adapter_versions[adapter] if adapter is not None else 0
-        return root_key(f"{adapter}@{version}" if version else adapter, self.version, tokens[: self.prefix])
+        return root_key(f"{adapter}@{version}" if version else adapter, self.version, tokens[: self.prefix], extras)
 
     def forget_adapter(self, adapter: str) -> None:
         """Forget the contents that belong to an adapter. Their blocks are the first to be replaced."""
@@ -273,11 +273,14 @@ class Cache:
     def _compute_keys(self, state: RequestState) -> None:
         if state.key_version != self.version:
             state.keys, state.key_version = [], self.version
-        root = self.root_key(state.request.adapter, state.tokens)
+        root = self._state_root(state)
         state.keys = block_keys(root, state.tokens, self.pool.block_size, prefix=state.keys)
+
+    def _state_root(self, state: RequestState) -> Key:
+        return self.root_key(state.request.adapter, state.tokens, state.extras_digest)
 
     def _prompt_tail_key(self, state: RequestState, length: int) -> Key:
         size = self.pool.block_size
         full = length // size
-        parent = state.keys[full - 1] if full else self.root_key(state.request.adapter, state.tokens)
+        parent = state.keys[full - 1] if full else self._state_root(state)
         return tail_key(parent, state.tokens[full * size : length])

@@ -144,6 +144,7 @@ class Request:
         client: Client that sent the request. Waiting clients of the same priority take turns.
         adapter: Name of a LoRA adapter; None uses the base model.
         embeds: Whether to return the embedding of the prompt instead of continuing it. See `EmbedsTokens`.
+        extras: Other inputs of the model by name, [1, ...] each, such as the features of images. See `TakesExtras`.
     """
 
     id: str
@@ -154,6 +155,7 @@ class Request:
     client: str = ""
     adapter: str | None = None
     embeds: bool = False
+    extras: Mapping[str, np.ndarray] = attrs.field(factory=dict, eq=False)
 
 
 @attrs.frozen(kw_only=True)
@@ -346,6 +348,8 @@ class Row:
         snapshots: Rows of the pool in which to save the state, by position: a row holds the state after this number of tokens.
         verifies: Whether `tokens` after the first one are drafts, which `targets` contains too.
         following: Prompt token after the last one of `tokens`, if a later step computes it.
+        embeddings: Embeddings of the first of `tokens`, [N, D], in place of the tokens' own; None if all have their own. See
+            `TakesExtras`.
     """
 
     slot: int
@@ -359,6 +363,12 @@ class Row:
     snapshots: Mapping[int, int] = {}
     verifies: bool = False
     following: int | None = None
+    embeddings: np.ndarray | None = attrs.field(default=None, eq=False)
+
+    @property
+    def is_single(self) -> bool:
+        """True if the row computes one token that needs no place in a chunk."""
+        return len(self.tokens) <= 1 and self.targets is None and self.embeddings is None
 
 
 @attrs.frozen(kw_only=True)
@@ -405,8 +415,8 @@ class Runner(Protocol):
         max_blocks_per_request: Maximum number of blocks per request.
         decode_steps: Maximum value of `steps` in `submit`.
 
-    A runner may also implement `HasWindow`, `HasPrefix`, `KeepsStates`, `EmbedsTokens`, `ReleasesMemory`, `ChangesAdapters`,
-    `HasProgram` or `HoldsResources`.
+    A runner may also implement `HasWindow`, `HasPrefix`, `KeepsStates`, `EmbedsTokens`, `TakesExtras`, `ReleasesMemory`,
+    `ChangesAdapters`, `HasProgram` or `HoldsResources`.
     """
 
     vocab_size: int

@@ -34,6 +34,7 @@ from axlearn_plugins_serving.engine_capabilities import (
     RecordsTokens,
     ReleasesMemory,
     RunsHeads,
+    TakesExtras,
 )
 from axlearn_plugins_serving.measure import Meter
 from axlearn_plugins_serving.request_state import RequestState
@@ -43,6 +44,7 @@ from axlearn_plugins_serving.scheduler import Limits, Part, PriorityScheduler, S
 from axlearn_plugins_serving.snapshots import Snapshots
 from axlearn_plugins_serving.text_embedding import EmbeddingQueue
 from axlearn_plugins_serving.token_masks import next_mask
+from axlearn_plugins_transformer.extras import ExtrasError, check_extras
 from axlearn_plugins_transformer.text.processor import TextProcessor
 
 
@@ -163,14 +165,31 @@ class ServingEngine(Configurable):
                 "the layers of this model record nothing about tokens\n    fix: set records to false, or use a model whose layers "
                 "record, such as one with the feature router-replay"
             )
+        if request.extras:
+            self._check_extras(request)
         if request.embeds and self._embeddings is None:
             raise RequestError(
                 "this engine computes no embeddings\n    fix: set serving.runner.pooling to mean, last or cls"
             )
 
+    def _check_extras(self, request: Request) -> None:
+        names, runner = ", ".join(request.extras), self.runner
+        refused = "an adapter" if request.adapter is not None else "embeds" if request.embeds else None
+        if refused is not None:
+            raise ExtrasError(
+                f"a request with extras cannot use {refused}\n    got: extras {names}\n    fix: leave out one of the two"
+            )
+        if not (isinstance(runner, TakesExtras) and runner.extras):
+            raise ExtrasError(
+                f"this engine reads only tokens\n    got: extras {names}\n    fix: set serving.runner.extras=true"
+            )
+        runner.check_extras(len(request.prompt), check_extras(request.extras))
+
     def add(self, request: Request) -> None:
         """See `Engine.add`."""
         self.check(request)
+        if request.extras:
+            request = attrs.evolve(request, extras=check_extras(request.extras))
         if request.id in self._states or (self._embeddings is not None and request.id in self._embeddings):
             raise RequestError(f"request {request.id!r} is not finished yet\n    fix: use a unique id for each request")
         waiting = self._num_waiting()
@@ -243,6 +262,8 @@ class ServingEngine(Configurable):
         copied = self.runner.update_weights(weights, share=share)
         self.version = self.version + 1 if version is None else version
         self.cache.forget(list(self.scheduler.running))
+        for state in self._states.values():
+            state.embeddings = None  # the rest of the prompt is computed with the new weights
         return copied
 
     def sleep(self, level: int = 1) -> None:
@@ -390,7 +411,7 @@ class ServingEngine(Configurable):
                     )
                     self._remove_request(state)
                     continue
-            row = _build_row(part, mask)
+            row = self._add_embeddings(_build_row(part, mask), part)
             if self.cache.snapshots is not None:
                 end = part.start + part.count + (plan.steps - 1 if part.decodes else 0)
                 snapshots = self.cache.plan_snapshots(state, part.start, end, self.runner.chunk)
@@ -399,6 +420,20 @@ class ServingEngine(Configurable):
             parts.append(part)
         plan.parts = parts
         return rows
+
+    def _add_embeddings(self, row: Row, part: Part) -> Row:
+        """Add the embeddings of a prompt with extras to a row that computes some of its tokens."""
+        state = part.state
+        if not state.request.extras or part.start >= state.prompt_length:
+            return row
+        if state.embeddings is None:
+            assert isinstance(self.runner, TakesExtras)
+            state.embeddings = self.runner.embed_prompt(state.request.prompt, state.request.extras)
+        end = part.start + part.count
+        embeddings = state.embeddings[part.start : end]
+        if end >= state.prompt_length:
+            state.embeddings = None
+        return attrs.evolve(row, embeddings=embeddings)
 
     def _submit(self, plan: SchedulerOutput, rows: Sequence[Row]) -> _InFlightStep:
         for state in plan.admitted:

@@ -94,6 +94,29 @@ class RecordsTokens(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesExtras(Protocol):
+    """A runner whose prompts may have other inputs than tokens.
+
+    Attributes:
+        extras: Whether the runner was built with them.
+    """
+
+    extras: bool
+
+    def check_extras(self, count: int, extras: Mapping[str, np.ndarray]) -> None:
+        """Check that the model reads the extras of a prompt of `count` tokens. This method may be called from any thread.
+
+        Raises:
+            RequestError: If an extra has no effect on the model, has a wrong shape, or is read by its layers.
+        """
+        ...
+
+    def embed_prompt(self, prompt: Sequence[int], extras: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the embeddings of a prompt of S tokens with its extras, [S, D]."""
+        ...
+
+
 class PendingEmbeddings(Protocol):
     """Embeddings that the devices compute."""
 

@@ -25,6 +25,7 @@ from axlearn_core.nn.layer import Context
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_serving import token_sampling
 from axlearn_plugins_serving.cache_functions import CacheFunctions
+from axlearn_plugins_serving.prompt_extras import ChunkEmbeddings, PromptFunctions
 from axlearn_plugins_serving.serving_linear import WeightLayout, lay_out_maps
 from axlearn_plugins_serving.slot_tables import PLAIN_COLUMNS, assign_plain_rows
 from axlearn_plugins_serving.step_inputs import (
@@ -71,6 +72,7 @@ class Sizes:
         drafts: Whether steps draft tokens with the model's heads.
         pooling: Pooling of embeddings, or None.
         kept_tokens: Maximum number of tokens to report that could be drawn.
+        extras: Whether prompts may have other inputs than tokens.
     """
 
     blocks: int
@@ -86,6 +88,7 @@ class Sizes:
     drafts: bool = False
     pooling: Pooling | None = None
     kept_tokens: int = 0
+    extras: bool = False
 
 
 class ServingFunctions:
@@ -104,6 +107,7 @@ class ServingFunctions:
         if sizes.stacked:
             _check_stacked(model, sizes)
         self._generation = GenerationFunctions(model, _layout_editor(sizes.layout), stacked=sizes.stacked, **options)
+        self.prompts = PromptFunctions(self._generation) if sizes.extras else None
         head = children(decoder.cfg)["head"] if isinstance(decoder.cfg, OutputHeadRole) else None
         self._tied = head is None and not sizes.stacked
         self.specs: dict[str, Any] = dict(self._generation.specs)
@@ -225,6 +229,9 @@ class ServingFunctions:
         def inputs(bucket: StepBucket) -> tuple[Any, ...]:
             return weights, cache, tables, Array((bucket.length,), jnp.int32)
 
+        def embeddings(bucket: StepBucket) -> ChunkEmbeddings | None:
+            return None if self.prompts is None else self.prompts.chunk_embeddings(bucket)
+
         def texts(bucket: EmbedBucket) -> tuple[Any, ...]:
             per_row = Array((bucket.rows,), jnp.int32)
             return weights, Array((bucket.rows, bucket.length), jnp.int32), per_row, per_row
@@ -232,7 +239,7 @@ class ServingFunctions:
         return {
             "serve": Function(
                 call=self.serve,
-                inputs=inputs,
+                inputs=lambda b: (*inputs(b), embeddings(b)),
                 outputs=lambda _: (None, None, cache, tables),
                 donate=(1, 2),
                 takes_model=False,
@@ -257,6 +264,7 @@ class ServingFunctions:
                 takes_bucket=True,
                 describe="compute the embeddings of texts",
             ),
+            **({} if self.prompts is None else self.prompts.declare(weights)),
         }
 
     def _build_weights(self, model: Any) -> Arrays:
@@ -289,7 +297,7 @@ class ServingFunctions:
         return {path: array for path, array in flat.items() if path.endswith(ADAPTERS)}
 
     def _run_decoder(
-        self, arrays: Arrays, cache: Any, tables: Tables, step: Step
+        self, arrays: Arrays, cache: Any, tables: Tables, step: Step, embeddings: ChunkEmbeddings | None = None
     ) -> tuple[Any, jax.Array, Any, Context]:
         """Return the model, the decoder output before `finish` [T, D], the new cache and the context of the layers."""
         model = self._generation.bind(arrays)
@@ -307,6 +315,8 @@ class ServingFunctions:
         with self._select_adapters(tables, step.slot[step.row_indices()]):
             if splits_decoder(model):
                 inputs, context, options = model.decoder_inputs({"tokens": tokens[:, None]}, context)
+                if embeddings is not None:
+                    options["embeddings"] = embeddings.replace(options["embeddings"], rows)
                 x, new = model.decoder.begin(inputs, context, cache, **options)
             else:
                 x, new = model.hidden_states({"tokens": tokens[:, None]}, context, cache)
@@ -354,14 +364,20 @@ class ServingFunctions:
         return jax.tree.map(lambda x: x[: step.bucket.results], chosen), tables
 
     def serve(
-        self, arrays: Arrays, cache: Any, tables: Tables, packed: jax.Array, bucket: StepBucket
+        self,
+        arrays: Arrays,
+        cache: Any,
+        tables: Tables,
+        packed: jax.Array,
+        embeddings: ChunkEmbeddings | None,
+        bucket: StepBucket,
     ) -> tuple[ChosenTokens, ChosenTokens | None, Any, Tables]:
-        """Run one step.
+        """Run one step, in which `embeddings` may replace the embeddings of tokens in chunks.
 
         Return the choices [L], log-probabilities of targets [K C], the new cache and the new tables.
         """
         step = bucket.unpack(packed)
-        model, x, cache, context = self._run_decoder(arrays, cache, tables, step)
+        model, x, cache, context = self._run_decoder(arrays, cache, tables, step, embeddings)
         targets = (
             self._score_targets(model, arrays, tables, x[bucket.rows : bucket.tokens], step) if bucket.chunks else None
         )
@@ -467,7 +483,7 @@ class ServingFunctions:
         Return the choices [steps, R], the new cache and the new tables.
         """
         step = bucket.unpack(packed)
-        empty = jax.eval_shape(functools.partial(self.serve, bucket=bucket), arrays, cache, tables, packed)[0]
+        empty = jax.eval_shape(functools.partial(self.serve, bucket=bucket), arrays, cache, tables, packed, None)[0]
         empty = empty._replace(drafts=None)
         results = jax.tree.map(lambda s: jnp.zeros((self.sizes.steps, *s.shape), s.dtype), empty)
 

@@ -82,6 +82,7 @@ class LocalEngine:
         seeds: Sequence[Sequence[int]] | None = None,
         stop: Sequence[str] = (),
         adapter: str | None = None,
+        extras: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> list[Generation]:
         """Continue prompts in one batch, and return when all continuations have ended.
@@ -94,6 +95,7 @@ class LocalEngine:
             stop: Texts that end a sample, including special tokens such as `<|im_end|>`. The sample's text ends before the first
                 of them.
             adapter: Name of one of the engine's adapters; None uses the base model.
+            extras: Other inputs of the model for each prompt, by name, [1, ...] each. Needs `runner.extras`.
             options: Fields of `Sampling` that override `sampling`, such as `max_tokens=64, temperature=0`. By default, each
                 sample includes the log-probabilities of its tokens (`logprobs=0`).
 
@@ -105,6 +107,9 @@ class LocalEngine:
         sampling = _override_sampling(sampling or self._sampling_defaults(logprobs=0), options)
         encoded = [self._encode(prompt) for prompt in _as_prompts(prompts)]
         rows = _sample_seeds(sampling, n, len(encoded), seeds)
+        inputs = [{}] * len(encoded) if extras is None else extras
+        if len(inputs) != len(encoded):
+            raise RequestError(f"extras has {len(inputs)} entries\n    expected: {len(encoded)}, one for each prompt")
         requests = [
             Request(
                 id=self._new_id(),
@@ -112,8 +117,9 @@ class LocalEngine:
                 sampling=attrs.evolve(sampling, seed=seed),
                 client="local",
                 adapter=adapter,
+                extras=others,
             )
-            for prompt, row in zip(encoded, rows, strict=True)
+            for prompt, row, others in zip(encoded, rows, inputs, strict=True)
             for seed in row
         ]
         samples = self._enqueue(requests, stop)

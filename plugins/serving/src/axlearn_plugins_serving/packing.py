@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from axlearn_plugins_serving.contracts import Row, RowResult, Sampling, TokenLogprobs
+from axlearn_plugins_serving.prompt_extras import ChunkEmbeddings, pack_embeddings
 from axlearn_plugins_serving.step_inputs import (
     KIND,
     LOGPROBS,
@@ -20,6 +21,9 @@ from axlearn_plugins_serving.step_inputs import (
 )
 from axlearn_plugins_serving.token_sampling import DRAWN, FULL, GREEDY, OWN_LOGPROB, TOP_LOGPROBS, ChosenTokens
 from axlearn_plugins_transformer.recurrence import NOWHERE, PREVIOUS, ZERO
+
+PackedCall = tuple[StepBucket, np.ndarray, ChunkEmbeddings | None]
+"""Shapes, packed array and embeddings of a step."""
 
 
 @attrs.define
@@ -60,20 +64,26 @@ def sampling_kind(sampling: Sampling, masked: bool) -> int:
 class Packer:
     """Packs rows into the compiled step shapes."""
 
-    def __init__(self, buckets: Sequence[StepBucket], unused: int):
-        """Build a packer. Unassigned rows get the slot `unused`."""
-        self.buckets, self.unused = buckets, unused
+    def __init__(self, buckets: Sequence[StepBucket], unused: int, embedding: jax.ShapeDtypeStruct | None = None):
+        """Build a packer.
+
+        Args:
+            buckets: Shapes of steps.
+            unused: Slot of unassigned rows.
+            embedding: Shape [D] and dtype of a token's embedding, for rows that contain embeddings.
+        """
+        self.buckets, self.unused, self.embedding = buckets, unused, embedding
         self.chunk = buckets[0].chunk
         self.max_rows, self.max_chunks = max(b.rows for b in buckets), max(b.chunks for b in buckets)
 
-    def pack(self, rows: Sequence[Row], options: Sequence[Sampling]) -> tuple[list[tuple[StepBucket, np.ndarray]], Any]:
+    def pack(self, rows: Sequence[Row], options: Sequence[Sampling]) -> tuple[list[PackedCall], list[Places]]:
         """Return the calls that compute the rows, in order, and the `Places` of each row.
 
         Usually there is one call. Prompt tokens that do not fit go into additional calls.
         """
         singles, chunks = self._split_rows(rows)
         places = [Places() for _ in rows]
-        calls: list[tuple[StepBucket, np.ndarray]] = []
+        calls: list[PackedCall] = []
         while singles or chunks or not calls:
             step_rows, singles = singles[: self.max_rows], singles[self.max_rows :]
             step_chunks, chunks = chunks[: self.max_chunks], chunks[self.max_chunks :]
@@ -89,19 +99,34 @@ class Packer:
                     place.chosen = (len(calls), index)
                 if rows[part.index].targets is not None:
                     place.targets.append((len(calls), (index - bucket.rows) * self.chunk, len(part.tokens)))
-            calls.append((bucket, packed))
+            calls.append((bucket, packed, self._pack_embeddings(bucket, step_chunks, rows)))
         return calls, places
 
     def _split_rows(self, rows: Sequence[Row]) -> tuple[list[_Part], list[_Part]]:
         singles, chunks = [], []
         for index, row in enumerate(rows):
-            if len(row.tokens) <= 1 and row.targets is None:
+            if row.is_single:
                 singles.append(_Part(index, row.start, row.tokens, True))
                 continue
             for begin in range(0, len(row.tokens), self.chunk):
                 tokens = row.tokens[begin : begin + self.chunk]
                 chunks.append(_Part(index, row.start + begin, tokens, begin + self.chunk >= len(row.tokens)))
         return singles, chunks
+
+    def _pack_embeddings(
+        self, bucket: StepBucket, chunks: Sequence[_Part], rows: Sequence[Row]
+    ) -> ChunkEmbeddings | None:
+        """Return the embeddings of the tokens in chunks, or None if no row contains any."""
+        if self.embedding is None or all(rows[part.index].embeddings is None for part in chunks):
+            return None
+        count = bucket.chunks * bucket.chunk
+        packed = ChunkEmbeddings(np.zeros((count, *self.embedding.shape), self.embedding.dtype), np.zeros(count, bool))
+        for index, part in enumerate(chunks):
+            row = rows[part.index]
+            if row.embeddings is not None:
+                offset = part.start - row.start
+                pack_embeddings(packed, index * bucket.chunk, row.embeddings[offset : offset + len(part.tokens)])
+        return packed
 
     def _find_bucket(self, rows: int, chunks: int) -> StepBucket:
         fits = [b for b in self.buckets if b.rows >= rows and b.chunks >= chunks]
@@ -138,7 +163,6 @@ class Packer:
         """
         for index, part in enumerate(parts):
             row, singles = rows[part.index], step.bucket.rows
-            single = len(row.tokens) <= 1 and row.targets is None
             continues = index > 0 and parts[index - 1].index == part.index
             continued = index + 1 < len(parts) and parts[index + 1].index == part.index
             if continues:
@@ -148,10 +172,10 @@ class Packer:
             else:
                 read = row.state
             save = row.snapshots.get(part.end, NOWHERE)
-            if single:  # the runner may choose several tokens, and saves the state at the end of a block
+            if row.is_single:  # the runner may choose several tokens, and saves the state at the end of a block
                 save = next(iter(row.snapshots.values()), NOWHERE)
             # Only the last part of a row writes to its slot, because the order of writes to the same place is undefined.
-            place = index if single else singles + index
+            place = index if row.is_single else singles + index
             step.states[:, place] = read, NOWHERE if continued else row.slot, save
 
 

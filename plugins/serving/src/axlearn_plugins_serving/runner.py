@@ -17,6 +17,7 @@ from axlearn_core.compose import ModelWeights, Program
 from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import Configurable, node
 from axlearn_core.errors import RequestError
+from axlearn_core.kernels.selection import Selection
 from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.contracts import Row, Sampling, SubmittedStep
 from axlearn_plugins_serving.engine_weights import EngineWeights, model_weights, place_weights
@@ -24,9 +25,11 @@ from axlearn_plugins_serving.memory_errors import SMALLER_CACHE, SMALLER_WEIGHTS
 from axlearn_plugins_serving.packing import Packer, PendingStep
 from axlearn_plugins_serving.parity import check_parity
 from axlearn_plugins_serving.programs import BackgroundLoader, list_functions, load_programs
+from axlearn_plugins_serving.prompt_extras import PROMPT_FUNCTION, ChunkEmbeddings, PromptBucket, pad_tokens
 from axlearn_plugins_serving.runner_config import RunnerConfig
 from axlearn_plugins_serving.runner_program import BLOCKS_PER_CALL, RunnerProgram, read_adapters
 from axlearn_plugins_serving.slot_tables import SlotTables
+from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_serving.text_embedding import PendingTexts, pack_texts
 from axlearn_plugins_serving.token_sampling import MAX_BIAS
 from axlearn_plugins_transformer.cache_spec import has_states, read_prefix, read_window
@@ -100,7 +103,11 @@ class ModelRunner(Configurable):
         self._loader: BackgroundLoader | None = None
         if programs is not None:  # startup waits only for the weights, so load them first
             self._loader = BackgroundLoader(self.program, self.program.step_shapes())
-        self._packer = Packer(self.buckets, self.max_rows)
+        prompts = self.program.prompts
+        self.extras = prompts is not None
+        self._packer = Packer(self.buckets, self.max_rows, None if prompts is None else prompts.embedding)
+        self._checked_extras: set[PromptBucket] = set()
+        self._zeros: dict[int, ChunkEmbeddings] = {}
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -122,7 +129,8 @@ class ModelRunner(Configurable):
         self._num_warm = self._count_compiled()
 
     def _count_compiled(self) -> int:
-        return sum(not self.program.exported(*function) for function in self.program.compiled)
+        functions = [function for function in self.program.compiled if function[0] != PROMPT_FUNCTION]
+        return sum(not self.program.exported(*function) for function in functions)
 
     def close(self) -> None:
         """Stop loading programs."""
@@ -153,7 +161,7 @@ class ModelRunner(Configurable):
         options = [self._sampling[row.slot] for row in rows]
         calls, places = self._packer.pack(rows, options)
         results = []
-        for bucket, packed in calls:
+        for bucket, packed, embeddings in calls:
             state = self.weights.read(), self.cache, self._tables.arrays, packed
             if steps > 1:
                 sampled, self.cache, self._tables.arrays = self.program.compile("serve_decode", bucket)(
@@ -161,9 +169,37 @@ class ModelRunner(Configurable):
                 )
                 results.append((sampled, None))
             else:
-                sampled, targets, self.cache, self._tables.arrays = self.program.compile("serve", bucket)(*state)
+                sampled, targets, self.cache, self._tables.arrays = self.program.compile("serve", bucket)(
+                    *state, embeddings or self._no_embeddings(bucket)
+                )
                 results.append((sampled, targets))
         return PendingStep(rows, options, places, results, steps)
+
+    def _no_embeddings(self, bucket: StepBucket) -> ChunkEmbeddings | None:
+        """Return embeddings for a step, on the devices, that replace none. None if steps of this shape take none."""
+        if not (self.extras and bucket.chunks):
+            return None
+        if bucket.chunks not in self._zeros:
+            spec = self.program.arguments("serve", bucket)[-1]
+            zeros = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), spec)
+            self._zeros[bucket.chunks] = zeros
+        return self._zeros[bucket.chunks]
+
+    def check_extras(self, count: int, extras: Mapping[str, np.ndarray]) -> None:
+        """See `TakesExtras.check_extras`."""
+        bucket = PromptBucket.fit(count, extras)
+        assert self.program.prompts is not None
+        if bucket not in self._checked_extras:
+            with self.program.tracing(PROMPT_FUNCTION, Selection(platform=self.program.platform, required=())):
+                self.program.prompts.check(bucket)
+            self._checked_extras.add(bucket)
+
+    def embed_prompt(self, prompt: Sequence[int], extras: Mapping[str, np.ndarray]) -> np.ndarray:
+        """See `TakesExtras.embed_prompt`."""
+        bucket = PromptBucket.fit(len(prompt), extras)
+        embed = self.program.compile(PROMPT_FUNCTION, bucket)
+        embeddings = embed(self.weights.read(), pad_tokens(prompt, bucket.length), dict(extras))
+        return np.asarray(jax.device_get(embeddings))[: len(prompt)]
 
     def embed(self, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None]) -> PendingTexts:
         """See `EmbedsTokens.embed`."""

@@ -44,6 +44,8 @@ class RunnerConfig(Configurable.Config[R_co]):
         drafts: Whether each step drafts tokens with the model's heads. The `model-drafter` turns it on.
         pooling: Pooling of hidden states to embeddings: `mean`, `last` or `cls` (the first token). None uses the pooling of the
             model's files, and computes no embeddings if they have none. `off` turns embeddings off.
+        extras: Whether requests may have other inputs of the model than tokens, such as the features of images. The model reads
+            them in its `embed`, and a prompt's embeddings are computed at once, by a function that is compiled for each shape.
         kept_tokens: Maximum number of tokens to report with `sampling_logprobs` that top-k, top-p and min-p kept.
     """
 
@@ -68,6 +70,7 @@ class RunnerConfig(Configurable.Config[R_co]):
     num_snapshots: int | None = setting(default=None, ge=0)
     drafts: bool = False
     pooling: Literal["mean", "last", "cls", "off"] | None = None
+    extras: bool = False
     kept_tokens: int = setting(default=0, ge=0, le=2**14, hide_default=True)
 
     def validate(self) -> Iterable[Problem]:

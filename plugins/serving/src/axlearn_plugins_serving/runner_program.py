@@ -21,6 +21,7 @@ from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.paged_cache_feature import UsePagedCache
 from axlearn_plugins_serving.parity import min_rows
 from axlearn_plugins_serving.programs import Shapes, identity
+from axlearn_plugins_serving.prompt_extras import PromptFunctions
 from axlearn_plugins_serving.runner_config import RunnerConfig
 from axlearn_plugins_serving.serving_linear import WeightLayout, choose_layout, describe_kept_layouts
 from axlearn_plugins_serving.token_records import list_records
@@ -129,6 +130,11 @@ class RunnerProgram(ModelProgram):
         return list_records(self.cache_spec)
 
     @property
+    def prompts(self) -> PromptFunctions | None:
+        """The functions of prompts with extras, or None if the config allows no extras."""
+        return self._serving.prompts
+
+    @property
     def kept_weights(self) -> Mapping[str, KeptArray]:
         """The arrays that steps read as the model has them, by the path that steps use."""
         steps = self.arguments("serve", self.buckets[0])[0]
@@ -155,6 +161,7 @@ class RunnerProgram(ModelProgram):
             drafts=cfg.drafts,
             pooling=cfg.embed_pooling,
             kept_tokens=cfg.kept_tokens,
+            extras=cfg.extras,
         )
         self._serving = ServingFunctions(model, sizes)
         return self._serving.declare()

@@ -10,13 +10,12 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 import jax
 import numpy as np
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from axlearn_core.compose import Program
 from axlearn_core.compose.model_program import ModelProgram, with_program
 from axlearn_core.errors import RequestError
 from axlearn_plugins_transformer.cache_spec import check_prefix, read_prefix
-from axlearn_plugins_transformer.causal_lm import TEXT_ENTRIES
+from axlearn_plugins_transformer.extras import check_extras, check_used, extra_shapes, find_used
 from axlearn_plugins_transformer.functions import Draw, GenerationBucket, GenerationFunctions
 
 SMALLEST_PROMPT = 16
@@ -99,7 +98,7 @@ class Generator:
         end_tokens = (
             frozenset() if eos_id is None else self.end_tokens | ({eos_id} if isinstance(eos_id, int) else set(eos_id))
         )
-        arrays = _check_extras(extras or {})
+        arrays = check_extras(extras or {})
         bucket = _choose_bucket(len(prompt_ids), max_tokens, arrays)
         if temperature > 0:
             bucket = attrs.evolve(bucket, sampled=True, top_k=top_k)
@@ -137,16 +136,8 @@ class Generator:
         if not bucket.extras or bucket in self._checked:
             return
         jaxpr = self.program.trace("prefill", bucket).jaxpr.jaxpr
-        _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=False)
-        *others, extras, _ = self.program.arguments("prefill", bucket)
-        reads = dict(zip(extras, used[len(jax.tree.leaves(others)) :], strict=False))
-        for name in (name for name, is_read in reads.items() if not is_read):
-            inputs = ", ".join(n for n, is_read in reads.items() if is_read)
-            raise RequestError(
-                f"cannot generate: the model does not read extras[{name!r}]\n"
-                f"    got: {', '.join(reads)}\n    expected: inputs that change the output{inputs and f', such as {inputs}'}\n"
-                "    fix: correct the name, or leave it out"
-            )
+        *before, extras, _ = self.program.arguments("prefill", bucket)
+        check_used(extras, find_used(jaxpr, before, extras))
         self._checked.add(bucket)
 
 
@@ -154,8 +145,7 @@ def _choose_bucket(prompt: int, max_tokens: int, extras: Mapping[str, np.ndarray
     """Return the sizes to compile for the length of a prompt, without sampling."""
     padded = max(SMALLEST_PROMPT, 1 << (prompt - 1).bit_length())
     length = -(-max(padded, prompt + max_tokens) // CACHE_STEP) * CACHE_STEP
-    shapes = tuple((name, array.shape, str(array.dtype)) for name, array in sorted(extras.items()))
-    return GenerationBucket(padded, length, extras=shapes)
+    return GenerationBucket(padded, length, extras=extra_shapes(extras))
 
 
 def _is_token(value: Any, vocab_size: int) -> bool:
@@ -164,23 +154,6 @@ def _is_token(value: Any, vocab_size: int) -> bool:
         return 0 <= index(value) < vocab_size
     except TypeError:  # such as 1.5
         return False
-
-
-def _check_extras(extras: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the other inputs of a prompt as arrays. Raise `RequestError` for a name of a text entry, or several rows."""
-    arrays = {name: np.asarray(value) for name, value in extras.items()}
-    for name, array in arrays.items():
-        if name in TEXT_ENTRIES:
-            raise RequestError(
-                f"cannot generate: extras[{name!r}] is part of the prompt\n"
-                f"    got: shape {list(array.shape)}\n    expected: a name other than {', '.join(sorted(TEXT_ENTRIES))}"
-            )
-        if array.ndim < 1 or array.shape[0] != 1:
-            raise RequestError(
-                f"cannot generate: extras[{name!r}] must have one row\n"
-                f"    got: shape {list(array.shape)}\n    expected: [1, ...]"
-            )
-    return arrays
 
 
 def generate(

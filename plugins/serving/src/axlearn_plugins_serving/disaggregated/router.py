@@ -32,6 +32,7 @@ from axlearn_plugins_serving.disaggregated.router_messages import (
     Report,
 )
 from axlearn_plugins_serving.measure import Meter
+from axlearn_plugins_transformer.extras import ExtrasError
 
 _POLL_SECONDS = 0.002
 _ATTEMPTS = 3
@@ -116,6 +117,11 @@ class RouterEngine:
             max_logit_bias=ready.max_logit_bias,
             adapters=ready.adapters,
         )
+        if request.extras:
+            raise ExtrasError(
+                "separate prefill and decode processes read only tokens\n"
+                f"    got: extras {', '.join(request.extras)}\n    fix: start the server without --prefill and --decode"
+            )
         if request.embeds:
             raise RequestError(
                 "separate prefill and decode processes compute no embeddings\n"

@@ -134,7 +134,7 @@ class Steps:
         self.devices, self.depths = topology_devices(machine), DEPTHS
         self.blocks, self.program = cfg.total_blocks, self._build(model)
         self.buckets = self.program.buckets
-        weights, cache, tables, _ = self.program.arguments("serve", self.buckets[0])
+        weights, cache, tables, *_ = self.program.arguments("serve", self.buckets[0])
         self.weights, self.tables = shard_bytes(weights), shard_bytes(tables)
         entries = list(zip(jax.tree.leaves(self.program.cache_spec), jax.tree.leaves(cache), strict=True))
         capacity = self.blocks * cfg.block_size

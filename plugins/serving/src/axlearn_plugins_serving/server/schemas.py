@@ -21,6 +21,7 @@ from pydantic import (
 
 from axlearn_plugins_serving.server.body import Body, choose_by_type, field_error, tag
 from axlearn_plugins_serving.server.early_checks import MAX_ENTRIES, check_context, check_entries, exceeds
+from axlearn_plugins_serving.server.encoded_arrays import EncodedArray
 from axlearn_plugins_serving.server.message_schemas import (
     MAX_SCHEMA,
     MAX_TOOL_COUNT,
@@ -40,6 +41,7 @@ MAX_LOGPROBS = 20
 MAX_TEXTS = 2048
 """Maximum number of texts to embed in one request, as in OpenAI's API."""
 MAX_BAD_WORDS = 128
+MAX_EXTRAS = 64
 
 
 def check_token_key(key: str) -> str:
@@ -167,7 +169,7 @@ class SamplingFields(Body):
 
     Extensions of the OpenAI API: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `bad_words`, `ignore_eos`, `stop_token_ids`,
     `include_stop_str_in_output`, `skip_special_tokens`, `prompt_logprobs`, `return_token_ids`, `structured_outputs` and `priority`
-    as in vLLM, and `json_schema` and `grammar` as in llama.cpp.
+    as in vLLM, `json_schema` and `grammar` as in llama.cpp, and `extras`.
 
     Accepts `length_penalty` 1, `use_beam_search` false and `cache_prompt` true, because they describe what the server does, and
     ignores `request_id`: send the header `X-Request-Id` instead.
@@ -175,6 +177,7 @@ class SamplingFields(Body):
     Attributes:
         user: Name of the user. Waiting users of the same priority take turns.
         priority: Smaller values run first.
+        extras: Other inputs of the model than tokens, by name. The request must have a single prompt.
     """
 
     model: Annotated[str, Field(max_length=512)] | None = None
@@ -216,6 +219,9 @@ class SamplingFields(Body):
     request_id: Annotated[str, Field(max_length=256)] | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    extras: Annotated[dict[str, EncodedArray], Field(max_length=MAX_EXTRAS), BeforeValidator(check_entries)] | None = (
+        None
+    )
 
     @model_validator(mode="after")
     def _check_stream(self) -> "SamplingFields":

@@ -21,6 +21,7 @@ from axlearn_plugins_serving.server.body_check import BodyCheck
 from axlearn_plugins_serving.server.constraints import Grammars
 from axlearn_plugins_serving.server.conversation import Conversation
 from axlearn_plugins_serving.server.conversation_template import RenderedPrompt, render_conversation, template_options
+from axlearn_plugins_serving.server.encoded_arrays import decode_arrays
 from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineThread
 from axlearn_plugins_serving.server.grammar_constraint import GrammarConstraint
 from axlearn_plugins_serving.server.prompt_job import Choice, Job
@@ -30,6 +31,7 @@ from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaF
 from axlearn_plugins_serving.server.server_metrics import Metrics
 from axlearn_plugins_serving.server.staged_constraint import StagedConstraint
 from axlearn_plugins_serving.server.text_pool import COUNTED, TextLimit, TextPool
+from axlearn_plugins_transformer.extras import ExtrasError
 from axlearn_plugins_transformer.text.chat_template import ChatTemplateError
 from axlearn_plugins_transformer.text.decoding import OutputOptions
 from axlearn_plugins_transformer.text.processor import TextProcessor
@@ -228,6 +230,9 @@ class Service:
         adapter = self.adapter(fields.model)
         if len(prompts) * (fields.n or 1) > MAX_CONTINUATIONS:
             raise ApiError(400, f"{param}: more than {MAX_CONTINUATIONS} continuations in one request", param=param)
+        if fields.extras and len(prompts) > 1:
+            raise ApiError(400, "extras: the request has several prompts; send one at a time", param="extras")
+        extras = decode_arrays(fields.extras or {}, "extras")
         prompts = [list(prompt) or [self.tokenizer.eos_id] for prompt in prompts]
         self._check(prompts, fields, max_tokens, param)
         choices: list[Choice] = []
@@ -248,6 +253,7 @@ class Service:
                     priority=fields.priority,
                     client=fields.user or "",
                     adapter=adapter,
+                    extras=extras,
                 )
                 choices.append(Choice(index, request, self.text.output(prompt, options), reader.new_parser()))
         job = Job(choices, fields.n or 1, self.thread, self.metrics, adapter or self.name)
@@ -349,7 +355,7 @@ def engine_errors() -> Iterator[None]:
         after = str(max(1, math.ceil(error.retry_after)))
         raise ApiError(429, str(error), code="queue_full", headers={"retry-after": after}) from None
     except RequestError as error:
-        raise ApiError(400, str(error)) from None
+        raise ApiError(400, str(error), param="extras" if isinstance(error, ExtrasError) else None) from None
     except EngineFailedError as error:
         raise ApiError(503, str(error), code="engine_error") from None
 

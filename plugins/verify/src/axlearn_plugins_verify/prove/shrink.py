@@ -48,6 +48,7 @@ SIZES: Mapping[str, int] = {
     "num_heads": 4,
     "num_key_heads": 2,
     "num_kv_heads": 2,
+    "num_tokens": 48,  # with an embedding per layer; some models have none for the last ones
     "original_length": 8,
     "page_size": 4,
     "patch_size": 4,
