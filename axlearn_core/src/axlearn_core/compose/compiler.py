@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from axlearn_core.compose import executables
 from axlearn_core.compose.functions import Array, Function, Part
 from axlearn_core.compose.kernel_notes import KernelNotes
 from axlearn_core.compose.layout import Layout
-from axlearn_core.compose.options import check_refusal, merge_options
+from axlearn_core.compose.options import check_refusal, merge_options, quick_options
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Target
@@ -127,10 +126,7 @@ class Compiler:
             with self.tracing(name, kernels):
                 return call(*args)
 
-        options: dict[str, Any] = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else {}
-        if options and version("jaxlib").startswith("0.10."):  # later versions lack this option
-            options["xla_cpu_use_fusion_emitters"] = False  # fusion emitters take a third of the compile time
-        return jax.jit(run, compiler_options=options or None)
+        return jax.jit(run, compiler_options=quick_options(self.platform) or None)
 
     def arguments(self, name: str, bucket: object = None) -> tuple[Any, ...]:
         """Return a function's abstract arguments for a bucket, with shardings."""

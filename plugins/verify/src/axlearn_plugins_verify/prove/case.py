@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.compose import ModelWeights, Program, compose
+from axlearn_core.compose.options import quick_options
 from axlearn_core.contracts.target import Target
 from axlearn_plugins_verify.prove.shrink import synthetic_batch
 
-QUICK = {"xla_backend_optimization_level": 0}
-"""XLA options on CPUs. Functions run only a few times, so compiling them takes most of the time."""
 _SPREAD = 0.2
 """Standard deviation of random weights. Weights that usually start as zeros or ones are random, too."""
 
@@ -64,7 +63,7 @@ class Case:
         """
         config = self.config if config is None else config
         shape = dict(shape or {"fsdp": 1})
-        options = {**(QUICK if jax.default_backend() == "cpu" else {}), **config.mesh.compiler_options}
+        options = {**quick_options(jax.default_backend()), **config.mesh.compiler_options}
         config = attrs.evolve(config, mesh=attrs.evolve(config.mesh, shape=shape, compiler_options=options))
         if config not in self._programs:
             count = int(np.prod(list(shape.values())))
