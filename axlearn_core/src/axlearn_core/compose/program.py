@@ -1,8 +1,9 @@
 """`Program`: an experiment composed for a set of devices. The trainer runs the same program that a plan analyzes."""
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -17,12 +18,13 @@ from axlearn_core.compose.functional import Functional, ModelWeights
 from axlearn_core.compose.functions import Function, Part, batch_axes, global_shape
 from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.compose.objective import ModelAndObjective
-from axlearn_core.config import Node
+from axlearn_core.config import Node, walk
 from axlearn_core.contracts.capabilities import DeclaresBatches
 from axlearn_core.contracts.experiment import get_experiment_name, get_input_config
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError, counted
+from axlearn_core.kernels.selection import KernelError, Selection
 from axlearn_core.plugins.manager import host
 
 SMALL_BATCH = 2**20
@@ -80,6 +82,18 @@ class Program(Compiler):
         self._puts: dict[Any, Callable[[dict[str, Any]], dict[str, jax.Array]]] = {}
         parts = {Part.STATE: self.state, Part.WEIGHTS: self.weights_spec, Part.TRAINED: self.trained_spec}
         super().__init__(functions, layout, config.mesh, target, parts)
+
+    @contextlib.contextmanager
+    def tracing(self, name: str, kernels: Selection | None = None) -> Iterator[None]:
+        """See `Compiler.tracing`. The error about a kernel that the config names contains the path of the setting."""
+        try:
+            with super().tracing(name, kernels):
+                yield
+        except KernelError as error:
+            settings = [path for path, value in walk(self.config) if path.endswith("kernel") and value == error.kernel]
+            if error.kernel is None or not settings:
+                raise
+            raise error.with_paths(settings) from error
 
     def __repr__(self) -> str:
         name, mesh = get_experiment_name(self.config), self.layout.mesh

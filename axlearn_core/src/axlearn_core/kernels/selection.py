@@ -128,6 +128,23 @@ class Choice:
         return f"Choice(request={request}, name={self.name!r}, rejected={self.rejected})"
 
 
+class KernelError(RequestError):
+    """Raised if no kernel can compute a call, or not the one that a config names.
+
+    Attributes:
+        kernel: Name of the kernel in the config, or None.
+    """
+
+    def __init__(self, message: str, kernel: str | None):
+        super().__init__(message)
+        self.kernel = kernel
+
+    def with_paths(self, paths: Sequence[str]) -> "KernelError":
+        """Return the error with the config paths that name the kernel."""
+        message, fix, rest = str(self).rpartition("\n    fix:")
+        return KernelError(f"{message}\n    path: {', '.join(paths)}{fix}{rest}", self.kernel)
+
+
 @attrs.define(eq=False)
 class Selection:
     """Kernel selection for one program.
@@ -152,7 +169,7 @@ class Selection:
         """Return the kernel with a given name, or the highest-priority kernel that supports the call.
 
         Raises:
-            RequestError: If the named kernel does not exist or does not support a call that requires it, or if no kernel
+            KernelError: If the named kernel does not exist or does not support a call that requires it, or if no kernel
                 supports the call.
         """
         call = op.abstract()
@@ -186,7 +203,7 @@ class Selection:
         others = [k for k in ranked if k.name not in rejected and refusal(k, call, context) is None]
         remedy = f"leave `kernel` unset, or choose another: {_names(others)}"
         fix = remedy if name else "install a plugin that provides one"
-        raise RequestError(f"{problem}\n    got: {call} on {self.platform}{reasons}\n    fix: {fix}")
+        raise KernelError(f"{problem}\n    got: {call} on {self.platform}{reasons}\n    fix: {fix}", name)
 
 
 def _find(op: OpClass, name: str, ranked: Sequence[KernelImplementation]) -> KernelImplementation:
@@ -194,10 +211,11 @@ def _find(op: OpClass, name: str, ranked: Sequence[KernelImplementation]) -> Ker
         if implementation.name == name:
             return implementation
     close = nearest(name, [k.name for k in ranked])
-    raise RequestError(
+    raise KernelError(
         f"unknown {op.name} kernel {name!r}\n"
         + (f"    did you mean: {', '.join(close)}?\n" if close else "")
-        + f"    known: {_names(ranked)}\n    fix: leave `kernel` unset to use the best one"
+        + f"    known: {_names(ranked)}\n    fix: leave `kernel` unset to use the best one",
+        name,
     )
 
 
