@@ -149,12 +149,18 @@ def test_items_of_stored_responses_are_referred_to(client, server):
     references = [{"type": "item_reference", "id": item.id} for item in first.output]
     output = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "sun"}
     question = {"role": "user", "content": "Weather?"}
-    second = ask(client, [question, *references, output])
+    second = ask(client, [question, *references, output], store=True)
     assert second.output_text == "Sunny."
+    items = httpx.get(f"{server.url}/v1/responses/{second.id}/input_items").json()["data"]
+    assert [item.get("id") for item in items[1:-1]] == [item.id for item in first.output]
+    assert [item["type"] for item in items[1:-1]] == [item.type for item in first.output]
     by_reference = prompt_of(server.engine.seen[-1])
     ask(client, [question, *(item.model_dump() for item in first.output), output])
     assert by_reference == prompt_of(server.engine.seen[-1])
     assert "<|user|>Weather?<|assistant|><think>Hm.</think>One moment.<tool_call>" in by_reference
+    client.responses.delete(first.id)
+    items = httpx.get(f"{server.url}/v1/responses/{second.id}/input_items").json()["data"]
+    assert items[1:-1] == references, "nobody knows the items any more"
 
 
 @pytest.mark.parametrize("path", ["responses", "responses/input_tokens"])

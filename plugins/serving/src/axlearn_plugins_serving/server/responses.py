@@ -80,8 +80,11 @@ async def read_response(request: HttpRequest) -> HttpResponse:
 
 
 async def list_input_items(request: HttpRequest) -> HttpResponse:
-    """List the items of a stored response's input."""
+    """List the items of a stored response's input. References are replaced by the items, unless these were removed."""
+    service: Service = request.app.state.service
     items = (await _stored(request)).input
+    if any(item.get("type") == "item_reference" for item in items):
+        items = await asyncio.to_thread(lambda: [_follow_reference(service, item) for item in items])
     ids = {"first_id": items[0].get("id"), "last_id": items[-1].get("id")} if items else {}
     return JSONResponse({"object": "list", "data": items, "has_more": False, **ids})
 
@@ -145,6 +148,11 @@ def _read_items(service: Service, items: list[Any]) -> tuple[list[Any], int]:
             raise ApiError(400, message, param=param, code="input_too_large")
         read.append(parsed)
     return read, size
+
+
+def _follow_reference(service: Service, item: dict[str, Any]) -> dict[str, Any]:
+    text = service.responses.get_item(item["id"]) if item.get("type") == "item_reference" else None
+    return item if text is None else json.loads(text)
 
 
 def _read_item(service: Service, id: str, param: str) -> tuple[Any, int]:
