@@ -1,5 +1,6 @@
 """Prompts with other inputs than tokens: the engine gives the tokens of `generate`, and shares no blocks that differ."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -11,6 +12,7 @@ from axlearn_plugins_serving.contracts import Request, Sampling
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.engine_devices import serving_program
 from axlearn_plugins_serving.local_engine import serve
+from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.transformer import TransformerLayer
 from support.extended_models import FEATURES, IMAGE, Captioner, Successor, extended
 from support.image_models import COUNT, SIZES, alone, captioner, prompts_with_images, randomized, small_config
@@ -25,7 +27,7 @@ class ImageLayer(TransformerLayer):
 
     def __call__(self, x, context, cache=None):
         if "images" in context.extras:
-            x = x + context.extra("images").sum()
+            x = x + (context.extra("images") @ np.ones((FEATURES, 1), np.float32))[:, None]
         return super().__call__(x, context, cache)
 
 
@@ -132,8 +134,9 @@ def test_new_weights_compute_the_embeddings_of_the_rest_of_a_prompt():
     [
         ({"extras": {"image": np.ones((1, FEATURES))}}, r"does not read extras\['image'\]"),
         ({"extras": {"images": np.ones((1, FEATURES), "U3")}}, r"extras\['images'\] is not an array of numbers"),
+        ({"extras": {"images": np.full((1, FEATURES), 2**40)}}, "numbers that do not fit into int32"),
         ({"extras": {"images": np.ones(FEATURES)}}, r"must have one row\n *got: shape \[3\]"),
-        ({"extras": {"images": np.ones((1, 5))}}, r"cannot embed .* got: images float32 \[1, 5\]"),
+        ({"extras": {"images": np.ones((1, 5))}}, r"cannot read .* got: images float32 \[1, 5\]"),
         ({"adapter": "a"}, "with extras cannot use an adapter"),
         ({"embeds": True}, "with extras cannot use embeds"),
     ],
@@ -156,13 +159,104 @@ def test_an_engine_without_extras_refuses_them():
         engine.submit(requests(prompts_with_images(1, seed=5))[0])
 
 
-def test_a_model_whose_layers_read_the_extras_refuses_them():
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(FEATURES, r"layers of the model read extras\['images'\]"), (5, "the model cannot read these extras: ")],
+)
+def test_a_model_whose_layers_read_the_extras_refuses_them(size, message):
     config = replace_config(captioner().cfg, TransformerLayer, ImageLayer.Config())
+    config = replace_config(config, Captioner, CausalLM.Config())
+    with serve(config.build(rngs=nnx.Rngs(0)), set=SIZES, warm_up=False) as engine:
+        request = requests([((3, 4), {"images": np.ones((1, size), np.float32)})])[0]
+        for _ in range(2):  # the second refusal is remembered
+            with pytest.raises(RequestError, match=message):
+                engine.submit(request)
+
+
+class Prepending(Captioner):
+    """A captioner that puts the image before the tokens."""
+
+    @node
+    class Config(Captioner.Config):
+        pass
+
+    def embed(self, inputs):
+        x = CausalLM.embed(self, inputs)
+        if "images" not in inputs:
+            return x
+        return jnp.concatenate([self.projector(inputs["images"])[:, None], x], axis=1)
+
+
+class Demanding(Captioner):
+    """A captioner that cannot embed tokens without an image."""
+
+    @node
+    class Config(Captioner.Config):
+        pass
+
+    def embed(self, inputs):
+        return CausalLM.embed(self, inputs) + self.projector(inputs["images"])[:, None]
+
+
+def test_a_model_that_returns_other_embeddings_refuses_extras():
+    built = replace_config(captioner().cfg, Captioner, Prepending.Config()).build(rngs=nnx.Rngs(0))
     with (
-        serve(config.build(rngs=nnx.Rngs(0)), set=SIZES, warm_up=False) as engine,
-        pytest.raises(RequestError, match=r"layers of the model read extras\['images'\]"),
+        serve(built, set=SIZES, warm_up=False) as engine,
+        pytest.raises(RequestError, match=r"got: float32 \[1, 17, \d+\]"),
     ):
-        engine.submit(requests(prompts_with_images(1, seed=6))[0])
+        engine.submit(requests([((3, 4), {"images": np.ones((1, FEATURES), np.float32)})])[0])
+
+
+def test_a_model_that_needs_extras_in_every_step_cannot_be_served():
+    built = replace_config(captioner().cfg, Captioner, Demanding.Config()).build(rngs=nnx.Rngs(0))
+    with pytest.raises(RequestError, match="its `embed` fails without extras: KeyError: 'images'"):
+        serve(built, set=SIZES, warm_up=False)
+
+
+def test_a_prompt_that_cannot_be_embedded_ends_alone(monkeypatch):
+    (wrong, right) = prompts_with_images(2, seed=10)
+    with serve(captioner(), set=SIZES, warm_up=False) as engine:
+        embed = engine.engine.runner.embed_prompt
+
+        def fail_for_one(prompt, extras):
+            if tuple(prompt) == tuple(wrong[0]):
+                raise MemoryError("no room")
+            return embed(prompt, extras)
+
+        monkeypatch.setattr(engine.engine.runner, "embed_prompt", fail_for_one)
+        futures = engine.submit_all(requests([wrong, right]))
+        with pytest.raises(RequestError, match="cannot be computed: MemoryError: no room"):
+            futures[0].result(600)
+        assert tuple(futures[1].result(600).sample.tokens) == alone(captioner(), [right])[0]
+
+
+def test_samples_of_a_prompt_share_its_embeddings(monkeypatch):
+    ((prompt, extras),) = prompts_with_images(1, seed=11)
+    with serve(captioner(), set=SIZES, warm_up=False) as engine:
+        calls, embed = [], engine.engine.runner.embed_prompt
+        monkeypatch.setattr(engine.engine.runner, "embed_prompt", lambda *args: (calls.append(args), embed(*args))[1])
+        engine.generate([prompt], extras=[extras], n=4, max_tokens=2)
+    assert len(calls) == 1
+
+
+def test_an_array_that_changes_later_is_not_used():
+    ((prompt, extras),) = prompts_with_images(1, seed=12)
+    expected = alone(captioner(), [(prompt, extras)])
+    images = extras["images"].copy()
+    with serve(captioner(), set=SIZES, warm_up=False) as engine:
+        (future,) = engine.submit_all(requests([(prompt, {"images": images})]))
+        images[:] = 0
+        assert [tuple(future.result(600).sample.tokens)] == expected
+
+
+def test_shapes_that_an_engine_compiles_are_limited(monkeypatch):
+    monkeypatch.setattr("axlearn_plugins_serving.runner.MAX_SHAPES", 1)
+    extras = {"images": np.ones((1, FEATURES), np.float32)}
+    with serve(captioner(), set=SIZES, warm_up=False) as engine:
+        engine.engine.check(requests([((3,) * 10, extras)])[0])
+        engine.engine.check(requests([((3,) * 16, extras)])[0])  # the same shape
+        with pytest.raises(RequestError, match="has compiled 1 shapes of prompts with extras"):
+            engine.engine.check(requests([((3,) * 17, extras)])[0])
 
 
 def test_a_model_with_other_hidden_states_takes_no_extras():

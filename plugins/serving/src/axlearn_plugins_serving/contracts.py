@@ -133,6 +133,20 @@ class HasGrammar(Protocol):
     grammar: str
 
 
+def _copy_arrays(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return copies that cannot change, because the cache knows a prompt by the contents of its extras."""
+    copies: dict[str, np.ndarray] = {}
+    for name, value in arrays.items():
+        try:
+            copies[name] = np.array(value)
+        except ValueError as error:
+            raise RequestError(
+                f"extras[{name!r}] is not an array: {error}\n    expected: an array of numbers"
+            ) from error
+        copies[name].setflags(write=False)
+    return copies
+
+
 @attrs.frozen(kw_only=True)
 class Request:
     """A prompt to continue.
@@ -155,7 +169,7 @@ class Request:
     client: str = ""
     adapter: str | None = None
     embeds: bool = False
-    extras: Mapping[str, np.ndarray] = attrs.field(factory=dict, eq=False)
+    extras: Mapping[str, np.ndarray] = attrs.field(factory=dict, eq=False, converter=_copy_arrays)
 
 
 @attrs.frozen(kw_only=True)

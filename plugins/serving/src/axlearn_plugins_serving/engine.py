@@ -23,6 +23,7 @@ from axlearn_plugins_serving.constraint_failure import ConstraintFailure
 from axlearn_plugins_serving.contracts import Output, QueueFullError, Request, Row, Runner, Statistics, SubmittedStep
 from axlearn_plugins_serving.draft_gate import DraftGate
 from axlearn_plugins_serving.drafting import Drafter, DraftsTogether, ModelDrafter, add_drafts, can_draft
+from axlearn_plugins_serving.embedded_prompts import EmbeddedPrompts
 from axlearn_plugins_serving.engine_capabilities import (
     ChangesAdapters,
     CompilesFunctions,
@@ -146,6 +147,7 @@ class ServingEngine(Configurable):
         self._arrivals = itertools.count()
         embeds = isinstance(runner, EmbedsTokens) and bool(runner.embed_buckets)
         self._embeddings = EmbeddingQueue(runner) if embeds else None  # type: ignore[arg-type]
+        self._embedded = EmbeddedPrompts(runner)
         self._in_flight: _InFlightStep | None = None
         self._closed = False
 
@@ -262,8 +264,7 @@ class ServingEngine(Configurable):
         copied = self.runner.update_weights(weights, share=share)
         self.version = self.version + 1 if version is None else version
         self.cache.forget(list(self.scheduler.running))
-        for state in self._states.values():
-            state.embeddings = None  # the rest of the prompt is computed with the new weights
+        self._embedded.clear()
         return copied
 
     def sleep(self, level: int = 1) -> None:
@@ -280,6 +281,7 @@ class ServingEngine(Configurable):
             if isinstance(self.drafter, ReleasesMemory):
                 self.drafter.release_memory(level)
             self.cache.forget([])
+            self._embedded.clear()
             self.is_sleeping = True
 
     def wake_up(self) -> None:
@@ -411,7 +413,14 @@ class ServingEngine(Configurable):
                     )
                     self._remove_request(state)
                     continue
-            row = self._add_embeddings(_build_row(part, mask), part)
+            row = _build_row(part, mask)
+            if state.request.extras and part.start < state.prompt_length:
+                embeddings = self._embedded.read(part)
+                if isinstance(embeddings, str):
+                    outputs.append(Output(id=state.request.id, finish="error", error=embeddings, request_wrong=True))
+                    self._remove_request(state)
+                    continue
+                row = attrs.evolve(row, embeddings=embeddings)
             if self.cache.snapshots is not None:
                 end = part.start + part.count + (plan.steps - 1 if part.decodes else 0)
                 snapshots = self.cache.plan_snapshots(state, part.start, end, self.runner.chunk)
@@ -420,20 +429,6 @@ class ServingEngine(Configurable):
             parts.append(part)
         plan.parts = parts
         return rows
-
-    def _add_embeddings(self, row: Row, part: Part) -> Row:
-        """Add the embeddings of a prompt with extras to a row that computes some of its tokens."""
-        state = part.state
-        if not state.request.extras or part.start >= state.prompt_length:
-            return row
-        if state.embeddings is None:
-            assert isinstance(self.runner, TakesExtras)
-            state.embeddings = self.runner.embed_prompt(state.request.prompt, state.request.extras)
-        end = part.start + part.count
-        embeddings = state.embeddings[part.start : end]
-        if end >= state.prompt_length:
-            state.embeddings = None
-        return attrs.evolve(row, embeddings=embeddings)
 
     def _submit(self, plan: SchedulerOutput, rows: Sequence[Row]) -> _InFlightStep:
         for state in plan.admitted:

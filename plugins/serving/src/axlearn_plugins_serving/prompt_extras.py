@@ -25,6 +25,8 @@ from axlearn_plugins_transformer.functions import Arrays, GenerationFunctions
 
 SHORTEST = 16
 """Prompts are padded to at least this length and to a power of two, so that few lengths are compiled."""
+MAX_SHAPES = 256
+"""Maximum number of shapes that an engine compiles. They stay in memory."""
 PROMPT_FUNCTION = "serve_prompt"
 """Name of the function that computes the embeddings of a prompt."""
 
@@ -84,7 +86,14 @@ class PromptFunctions:
                 "    fix: set serving.runner.extras=false"
             )
         token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        spec = jax.eval_shape(lambda arrays, tokens: self._bind(arrays).embed({"tokens": tokens}), self._specs, token)
+        embed = lambda arrays, tokens: self._bind(arrays).embed({"tokens": tokens})  # noqa: E731
+        try:
+            spec = jax.eval_shape(embed, self._specs, token)
+        except Exception as error:  # such as a key that is missing
+            raise RequestError(
+                f"the model cannot be served, because its `embed` fails without extras: {type(error).__name__}: {error}\n"
+                "    expected: embeddings of tokens alone, because decoding steps offer no extras\n    fix: change the model"
+            ) from error
         self.embedding = jax.ShapeDtypeStruct(spec.shape[2:], spec.dtype)
 
     def declare(self, weights: Mapping[str, Array]) -> Mapping[str, Function]:
@@ -119,20 +128,27 @@ class PromptFunctions:
         """
         tokens, extras = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._inputs(bucket))
         embed = functools.partial(self.embed, bucket=bucket)
+        values = jax.ShapeDtypeStruct((1, bucket.length, *self.embedding.shape), self.embedding.dtype)
         try:
             traced = jax.make_jaxpr(embed)(self._specs, tokens, extras)
+            in_layers = jax.make_jaxpr(self._run_layers)(self._specs, tokens, values, extras)
         except Exception as error:  # any line of the model may fail for such arrays
             got = ", ".join(f"{name} {dtype} {list(shape)}" for name, shape, dtype in bucket.extras)
             raise ExtrasError(
-                f"the model cannot embed these extras: {str(error).splitlines()[0] if str(error) else type(error).__name__}\n"
+                f"the model cannot read these extras: {str(error).splitlines()[0] if str(error) else type(error).__name__}\n"
                 f"    got: {got}\n    expected: the shapes and dtypes that its `embed` reads\n    fix: correct the extras"
             ) from error
+        (result,) = traced.out_avals
+        if (result.shape, result.dtype) != (values.shape[1:], values.dtype):
+            raise ExtrasError(
+                "with extras, the model's `embed` does not return an embedding for each token\n"
+                f"    got: {result.dtype} [1, {', '.join(map(str, result.shape))}]\n"
+                f"    expected: {values.dtype} {list(values.shape)}, as without extras\n    fix: change the model"
+            )
         embedded = find_used(traced.jaxpr, (self._specs, tokens), extras)
-        values = jax.ShapeDtypeStruct((1, bucket.length, *self.embedding.shape), self.embedding.dtype)
-        traced = jax.make_jaxpr(self._run_layers)(self._specs, tokens, values, extras)
-        in_layers = find_used(traced.jaxpr, (self._specs, tokens, values), extras)
-        check_used(extras, [name for name in extras if name in {*embedded, *in_layers}])
-        for name in in_layers:
+        read = find_used(in_layers.jaxpr, (self._specs, tokens, values), extras)
+        check_used(extras, [name for name in extras if name in {*embedded, *read}])
+        for name in read:
             raise ExtrasError(
                 f"the layers of the model read extras[{name!r}], which serving offers only to `embed`\n"
                 "    expected: extras that change nothing but the embeddings of the prompt\n"

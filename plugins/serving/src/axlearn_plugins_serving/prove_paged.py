@@ -130,9 +130,9 @@ def reuse_engine(case: Any, program: Program, weights: ModelWeights) -> ServingE
         config = ServingEngine.Config(runner=_runner(case), tensor_parallel=1)
         return build_engine(model, program=program, config=config, warm_up=False)
 
-    engine = reuse(program, ENGINE, build)
-    engine.update_weights(weights)
-    return engine
+    if ENGINE in program.attachments:
+        program.attachments[ENGINE].update_weights(weights)
+    return reuse(program, ENGINE, build)
 
 
 def _runner(case: Any) -> ModelRunner.Config:

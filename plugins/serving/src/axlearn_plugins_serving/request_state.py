@@ -2,8 +2,6 @@
 
 from collections import deque
 
-import numpy as np
-
 from axlearn_plugins_serving.blocks import Key, digest_extras
 from axlearn_plugins_serving.contracts import Request, TokenLogprobs
 
@@ -42,13 +40,12 @@ class RequestState:
         places: n-gram -> index after its last token, for a drafter.
         indexed: Number of `tokens` that are in `places`.
         sent_prompt_logprobs: Whether `prompt_logprobs` have been returned.
-        embeddings: Embeddings of the prompt, [S, D], if it has extras, from the first step to the last one that reads them.
         extras_digest: Hash of the extras of the prompt. Empty if it has none.
         finished: Whether the request has ended; later results are ignored.
     """
 
     __slots__ = (
-        "announced", "arrival", "blocks", "branch", "cached_tokens", "computed", "drafts", "embeddings", "extras_digest",
+        "announced", "arrival", "blocks", "branch", "cached_tokens", "computed", "drafts", "extras_digest",
         "finished", "freed", "indexed", "inflight", "key_version", "keys", "limit", "output_state", "places",
         "prompt_length", "prompt_logprobs", "request", "resends_token", "restored", "saved", "seed", "sent_prompt_logprobs",
         "shares", "slot", "started", "stored", "target", "tokens",
@@ -77,7 +74,6 @@ class RequestState:
         self.indexed = 0
         self.resends_token = False
         self.drafts: tuple[int, ...] = ()
-        self.embeddings: np.ndarray | None = None
         self.extras_digest = digest_extras(request.extras)
         self.finished = False
 

@@ -25,7 +25,7 @@ from axlearn_plugins_serving.memory_errors import SMALLER_CACHE, SMALLER_WEIGHTS
 from axlearn_plugins_serving.packing import Packer, PendingStep
 from axlearn_plugins_serving.parity import check_parity
 from axlearn_plugins_serving.programs import BackgroundLoader, list_functions, load_programs
-from axlearn_plugins_serving.prompt_extras import PROMPT_FUNCTION, ChunkEmbeddings, PromptBucket, pad_tokens
+from axlearn_plugins_serving.prompt_extras import MAX_SHAPES, PROMPT_FUNCTION, ChunkEmbeddings, PromptBucket, pad_tokens
 from axlearn_plugins_serving.runner_config import RunnerConfig
 from axlearn_plugins_serving.runner_program import BLOCKS_PER_CALL, RunnerProgram, read_adapters
 from axlearn_plugins_serving.slot_tables import SlotTables
@@ -33,6 +33,7 @@ from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_serving.text_embedding import PendingTexts, pack_texts
 from axlearn_plugins_serving.token_sampling import MAX_BIAS
 from axlearn_plugins_transformer.cache_spec import has_states, read_prefix, read_window
+from axlearn_plugins_transformer.extras import ExtrasError
 
 if TYPE_CHECKING:
     pass
@@ -106,7 +107,7 @@ class ModelRunner(Configurable):
         prompts = self.program.prompts
         self.extras = prompts is not None
         self._packer = Packer(self.buckets, self.max_rows, None if prompts is None else prompts.embedding)
-        self._checked_extras: set[PromptBucket] = set()
+        self._checked_extras: dict[PromptBucket, str | None] = {}
         self._zeros: dict[int, ChunkEmbeddings] = {}
 
     @property
@@ -188,11 +189,28 @@ class ModelRunner(Configurable):
     def check_extras(self, count: int, extras: Mapping[str, np.ndarray]) -> None:
         """See `TakesExtras.check_extras`."""
         bucket = PromptBucket.fit(count, extras)
-        assert self.program.prompts is not None
         if bucket not in self._checked_extras:
+            self._checked_extras[bucket] = self._find_refusal(bucket)
+        if (refusal := self._checked_extras[bucket]) is not None:
+            raise ExtrasError(refusal)
+
+    def _find_refusal(self, bucket: PromptBucket) -> str | None:
+        """Return why the model cannot read extras of these shapes, or None if it can."""
+        accepted = sum(refusal is None for refusal in [*self._checked_extras.values()])
+        if accepted >= MAX_SHAPES:
+            return (
+                f"the engine has compiled {accepted} shapes of prompts with extras, and compiles no others\n"
+                "    fix: pad arrays, so that there are fewer shapes"
+            )
+        if len(self._checked_extras) > 4 * MAX_SHAPES:  # the others are refused
+            self._checked_extras = {b: refusal for b, refusal in self._checked_extras.items() if refusal is None}
+        assert self.program.prompts is not None
+        try:
             with self.program.tracing(PROMPT_FUNCTION, Selection(platform=self.program.platform, required=())):
                 self.program.prompts.check(bucket)
-            self._checked_extras.add(bucket)
+        except ExtrasError as error:
+            return str(error)
+        return None
 
     def embed_prompt(self, prompt: Sequence[int], extras: Mapping[str, np.ndarray]) -> np.ndarray:
         """See `TakesExtras.embed_prompt`."""

@@ -267,7 +267,8 @@ class PriorityScheduler(Configurable):
         count = min(state.target - state.computed, room)
         last = state.computed + count == state.target
         plan.parts.append(Part(state, state.computed, count, last and state.remaining > 0, False))
-        return 1 if count == 1 else -(-count // chunk) * chunk
+        in_row = count == 1 and not (state.request.extras and state.computed < state.prompt_length)
+        return 1 if in_row else -(-count // chunk) * chunk
 
     def _outranks_prompts(self, state: RequestState, plan: SchedulerOutput) -> bool:
         """Return True if a request has a higher priority than a prompt in the step."""

@@ -242,7 +242,9 @@ class CausalLM(Layer):
         A subclass may add other inputs, such as projected image features, at the positions of their tokens.
 
         Args:
-            inputs: `tokens`, int32 [B, S], and what else the batch contains, [B, ...] each. Serving offers only `tokens`.
+            inputs: `tokens`, int32 [B, S], and what else the batch contains, [B, ...] each. Decoding steps offer only `tokens`. A
+                server offers the extras of a request once, with the whole prompt and padding. The embedding of a token must not
+                depend on later tokens, as in any causal model.
         """
         return self.decoder.embed(inputs["tokens"])
 

@@ -39,12 +39,18 @@ def check_extras(extras: Mapping[str, Any]) -> dict[str, np.ndarray]:
                 f"cannot generate: extras[{name!r}] must have one row\n"
                 f"    got: shape {list(array.shape)}\n    expected: [1, ...]"
             )
-        if array.dtype.kind not in "biuf" and array.dtype != jnp.bfloat16:
+        if array.dtype.kind not in "biufc" and array.dtype != jnp.bfloat16:
             raise ExtrasError(
                 f"cannot generate: extras[{name!r}] is not an array of numbers\n"
                 f"    got: dtype {array.dtype}\n    expected: a dtype of JAX, such as float32"
             )
-        arrays[name] = array.astype(dtypes.canonicalize_dtype(array.dtype), copy=False)
+        converted = array.astype(dtypes.canonicalize_dtype(array.dtype), copy=False)
+        if array.dtype.kind in "iu" and not np.array_equal(converted, array):
+            raise ExtrasError(
+                f"cannot generate: extras[{name!r}] has numbers that do not fit into {converted.dtype}\n"
+                f"    got: {array.dtype} from {array.min()} to {array.max()}\n    fix: use smaller numbers, or floats"
+            )
+        arrays[name] = converted
     return arrays
 
 

@@ -232,7 +232,7 @@ class Service:
             raise ApiError(400, f"{param}: more than {MAX_CONTINUATIONS} continuations in one request", param=param)
         if fields.extras and len(prompts) > 1:
             raise ApiError(400, "extras: the request has several prompts; send one at a time", param="extras")
-        extras = decode_arrays(fields.extras or {}, "extras")
+        extras = await asyncio.to_thread(decode_arrays, fields.extras or {}, "extras") if fields.extras else {}
         prompts = [list(prompt) or [self.tokenizer.eos_id] for prompt in prompts]
         self._check(prompts, fields, max_tokens, param)
         choices: list[Choice] = []

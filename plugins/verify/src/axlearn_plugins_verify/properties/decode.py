@@ -133,7 +133,7 @@ class Decoding:
 
     def logits(self) -> np.ndarray:
         """Return the logits, float64 [B, S, V]."""
-        chunk = reuse(self.program, "decoding", self._compile)
+        chunk = reuse(self.program, "decoding", lambda: _compile(self.program))
         parts = self._run(lambda cache, tokens: chunk(self.weights, cache, tokens))
         return np.asarray(np.concatenate(parts, axis=1), np.float64)
 
@@ -142,7 +142,7 @@ class Decoding:
         model, chunks = self.program.functional.describe(), []
 
         def record(cache: Any, tokens: np.ndarray) -> Any:
-            result, records = module_calls.record_calls(model, self._compile(), self.weights, cache, tokens)
+            result, records = module_calls.record_calls(model, _compile(self.program), self.weights, cache, tokens)
             chunks.append([r for r in records if r.value.shape[:2] == tokens.shape])
             return result
 
@@ -150,7 +150,9 @@ class Decoding:
         return module_calls.join_chunks(chunks)
 
     def _run(self, decode: Callable[[Any, np.ndarray], Any]) -> list[np.ndarray]:
-        init = reuse(self.program, ("cache", self.tokens.shape), lambda: self.program.compile_trial(self._init_cache))
+        init = reuse(
+            self.program, ("cache", self.tokens.shape), lambda: _compile_cache(self.program, self.tokens.shape)
+        )
         cache, parts = init(self.weights), []
         edges = [0, *range(self.prompt, self.tokens.shape[1] + 1)]
         for start, stop in itertools.pairwise(edges):
@@ -158,15 +160,18 @@ class Decoding:
             parts.append(np.asarray(logits))
         return parts
 
-    def _bind(self, weights: ModelWeights) -> Any:
-        return self.program.functional.bind(weights.params, weights.variables).unstacked()
 
-    def _init_cache(self, weights: ModelWeights) -> Any:
-        return self._bind(weights).init_cache(*self.tokens.shape)
+def _bind(program: Program, weights: ModelWeights) -> Any:
+    return program.functional.bind(weights.params, weights.variables).unstacked()
 
-    def _compile(self) -> Any:
-        name = "decode" if "decode" in self.program.functions else "train"
-        return self.program.compile_trial(lambda weights, cache, tokens: self._bind(weights)(tokens, cache=cache), name)
+
+def _compile_cache(program: Program, shape: tuple[int, ...]) -> Any:
+    return program.compile_trial(lambda weights: _bind(program, weights).init_cache(*shape))
+
+
+def _compile(program: Program) -> Any:
+    name = "decode" if "decode" in program.functions else "train"
+    return program.compile_trial(lambda weights, cache, tokens: _bind(program, weights)(tokens, cache=cache), name)
 
 
 def _generate(

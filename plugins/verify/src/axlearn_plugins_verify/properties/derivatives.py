@@ -1,12 +1,11 @@
 """Gradients are the derivatives of the loss."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
 import numpy as np
 
-from axlearn_core.compose import ModelWeights
 from axlearn_core.config import Node, find, patch, walk
 from axlearn_core.config.tree import join
 from axlearn_core.contracts.capabilities import HasConstantTerms
@@ -14,12 +13,15 @@ from axlearn_core.contracts.experiment import get_objective_config
 from axlearn_plugins_transformer.layer_roles import ExpertsRole
 from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
-from axlearn_plugins_verify.prove.double_precision import repeat
+from axlearn_plugins_verify.prove.double_precision import DOUBLE, repeat
 from axlearn_plugins_verify.prove.forward import EPSILON, compute_dtype, precise_config
-from axlearn_plugins_verify.prove.training_step import STACKED, Step, find_module, gradient_errors
+from axlearn_plugins_verify.prove.training_step import STACKED, Gradients, Step, find_module, gradient_errors
 
-STEPS = (2.0**-5, 2.0**-6, 2.0**-7)
-"""Finite-difference step sizes, relative to the parameters."""
+STEPS = {"float32": (2.0**-5, 2.0**-6, 2.0**-7), "float64": (2.0**-12, 2.0**-14, 2.0**-16)}
+"""Finite-difference step sizes by dtype, relative to the parameters. Rounding allows smaller ones in float64, for which the loss of
+a deep model is closer to linear."""
+MANY = 0.05
+"""If more than this share of the gradients looks wrong in float32, other directions are tried only in float64."""
 TOLERANCE = 0.02
 """Largest error of a derivative, relative to the typical derivative in a random direction."""
 ROUNDING = 8
@@ -73,18 +75,23 @@ class Derivatives:
         dtype = compute_dtype(config)
         rounding = ROUNDING * float(np.finfo(dtype).eps) * abs(exact.loss)
         frozen = set(program.function("train").frozen)
-        errors: dict[tuple[str, str], float] = {}
-        skipped = 0
-        for path in sorted(exact.gradients.keys() - frozen):
-            for layer, direction in _directions(step, path, rng).items():
-                error = _error(step, path, direction, exact.gradients[path], rounding)
-                if error is not None and error > TOLERANCE:
-                    signs = [rng.choice([-1.0, 1.0], direction.shape) for _ in range(DIRECTIONS)]
-                    others = [_error(step, path, s * direction, exact.gradients[path], rounding) for s in signs]
-                    measured = [e for e in others if e is not None]
-                    error = float(np.median(measured)) if len(measured) > DIRECTIONS // 2 else None
-                skipped += error is None
-                errors[path, layer] = error or 0.0
+        direction = {path: _direction(step, path, rng) for path in sorted(exact.gradients.keys() - frozen)}
+        probes = [probe for path in direction for probe in _probes(step, path)]
+        sizes = STEPS[dtype]
+        measured = _measure(step, exact.gradients, direction, probes, rounding, sizes)
+        wrong_once = [probe for probe in probes if (error := measured[probe]) is not None and error > TOLERANCE]
+        if wrong_once and (dtype == DOUBLE or len(wrong_once) <= MANY * len(probes)):
+            others: list[Mapping[Probe, float | None]] = []
+            for _ in range(DIRECTIONS):
+                turned = {
+                    path: (rng.choice([-1.0, 1.0], x.shape) * x).astype(np.float32) for path, x in direction.items()
+                }
+                others.append(_measure(step, exact.gradients, turned, wrong_once, rounding, sizes))
+            for probe in wrong_once:
+                values = [error for other in others if (error := other[probe]) is not None]
+                measured[probe] = float(np.median(values)) if len(values) > DIRECTIONS // 2 else None
+        skipped = sum(error is None for error in measured.values())
+        errors = {(probe.path, probe.layer): error or 0.0 for probe, error in measured.items()}
         moved = gradient_errors(exact.gradients, step.evaluate(EPSILON[dtype]).gradients)
         # In these cases, any differences that agree do so by chance.
         if max(moved.values()) > JUMP or skipped > LARGEST_SHARE * len(errors):
@@ -126,55 +133,81 @@ def _locate(step: Step, wrong: Mapping[tuple[str, str], float]) -> Difference:
     )
 
 
-def _directions(step: Step, path: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Return one random direction per layer of a parameter.
+@attrs.frozen
+class Probe:
+    """A parameter, or the part of a stacked parameter that belongs to one layer.
 
-    Each direction has the magnitude of the parameter's values in its layer, and is zero in all other layers.
+    Attributes:
+        path: Path of the parameter.
+        layer: Index of the layer, or an empty text.
+        mask: 1 for the part, 0 for the other layers. The shape is that of the parameter, with size 1 for all other axes.
     """
+
+    path: str
+    layer: str
+    mask: np.ndarray = attrs.field(eq=False, repr=False)
+
+
+def _direction(step: Step, path: str, rng: np.random.Generator) -> np.ndarray:
+    """Return a random direction of a parameter, with the magnitude of its values. Its numbers are exact in float32."""
     value = np.asarray(step.weights.params[path], np.float64)
     least = 1e-3 * float(np.sqrt(np.mean(np.square(value)))) + 1e-12
-    direction = np.maximum(np.abs(value), least) * rng.choice([-1.0, 1.0], value.shape)
-    axes = step.program.trained.axes[path]
+    return (np.maximum(np.abs(value), least) * rng.choice([-1.0, 1.0], value.shape)).astype(np.float32)
+
+
+def _probes(step: Step, path: str) -> list[Probe]:
+    """Return the part of each layer of a parameter, or the whole parameter if it is not stacked."""
+    axes, shape = step.program.trained.axes[path], step.weights.params[path].shape
     if STACKED not in axes:
-        return {"": direction}
+        return [Probe(path, "", np.ones([1] * len(shape), np.float32))]
     axis = axes.index(STACKED)
-    index = np.arange(value.shape[axis]).reshape([-1 if i == axis else 1 for i in range(value.ndim)])
-    return {str(i): np.where(index == i, direction, 0.0) for i in range(value.shape[axis])}
+    index = np.arange(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    return [Probe(path, str(layer), (index == layer).astype(np.float32)) for layer in range(shape[axis])]
 
 
-def _error(step: Step, path: str, direction: np.ndarray, gradient: np.ndarray, rounding: float) -> float | None:
-    """Return the error of a derivative, relative to the typical derivative.
+def _measure(
+    step: Step,
+    gradients: Gradients,
+    direction: Gradients,
+    probes: Sequence[Probe],
+    rounding: float,
+    sizes: Sequence[float],
+) -> dict[Probe, float | None]:
+    """Return the error of the derivative of each probe, relative to its typical derivative.
 
     Args:
         step: The step.
-        path: Path of the parameter.
-        direction: Direction to move the parameter in.
-        gradient: Gradient of the parameter.
+        gradients: Gradients of the parameters.
+        direction: Direction to move each parameter in.
+        probes: Parts of parameters. Each is moved alone.
         rounding: Error of a loss that rounding explains.
+        sizes: Step sizes to try, relative to the direction.
 
     Returns:
-        The error. None if the differences are too small, or if no two step sizes agree.
+        The errors. None if the differences are too small, or if no two step sizes agree.
     """
-    derivative, typical = float(np.sum(gradient * direction)), float(np.linalg.norm(gradient * direction))
-    differences: list[float] = []
-    for size in STEPS:
-        difference, noise = _difference(step, path, direction, size), rounding / size
-        scale = max(typical, abs(difference))
-        if noise > LARGEST_NOISE * scale:
-            return None
-        error = max(0.0, abs(derivative - difference) - noise) / scale
-        agrees = any(abs(difference - other) <= TOLERANCE / 2 * scale + noise for other in differences)
-        if error <= TOLERANCE or agrees:
-            return error
-        differences.append(difference)
-    return None
-
-
-def _difference(step: Step, path: str, direction: np.ndarray, size: float) -> float:
-    """Return the central difference of the loss in a direction of one parameter."""
-    losses = []
-    for sign in (1.0, -1.0):
-        value = np.asarray(step.weights.params[path], np.float64) + sign * size * direction
-        moved = {**step.weights.params, path: value.astype(step.weights.params[path].dtype)}
-        losses.append(attrs.evolve(step, weights=ModelWeights(moved, step.weights.variables)).evaluate().loss)
-    return (losses[0] - losses[1]) / (2 * size)
+    errors: dict[Probe, float | None] = dict.fromkeys(probes)
+    differences: dict[Probe, list[float]] = {probe: [] for probe in probes}
+    pending = list(probes)
+    still = {probe.path: np.zeros_like(probe.mask) for path in direction for probe in _probes(step, path)[:1]}
+    for size in sizes:
+        if not pending:
+            break
+        moves = [{**still, probe.path: np.float32(sign * size) * probe.mask} for probe in pending for sign in (1, -1)]
+        losses, undecided = step.losses(direction, moves).reshape(-1, 2), []
+        for probe, (above, below) in zip(pending, losses, strict=True):
+            products = gradients[probe.path] * direction[probe.path] * probe.mask
+            derivative, typical = float(np.sum(products)), float(np.linalg.norm(products))
+            difference, noise = float(above - below) / (2 * size), rounding / size
+            scale = max(typical, abs(difference))
+            if noise > LARGEST_NOISE * scale:
+                continue
+            error = max(0.0, abs(derivative - difference) - noise) / scale
+            agrees = any(abs(difference - x) <= TOLERANCE / 2 * scale + noise for x in differences[probe])
+            if error <= TOLERANCE or agrees:
+                errors[probe] = error
+                continue
+            differences[probe].append(difference)
+            undecided.append(probe)
+        pending = undecided
+    return errors

@@ -1,5 +1,6 @@
 """Compute the loss and the gradients of one training step, and compare two such computations."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ MOVES = 2
 """Number of random perturbations of the parameters that measure rounding."""
 SMALL = 0.01
 """The error of a gradient with a small norm is relative to this fraction of the norm of all gradients."""
+LOSSES = 64
+"""Number of losses that one call computes."""
 STACKED = "layers"
 """Logical axis of stacked parameters."""
 
@@ -62,7 +65,9 @@ class Step:
     def evaluate(self, perturb: float = 0.0, seed: int = 0) -> Gradient:
         """Return the loss and the gradients, with parameters moved by a random multiple of `perturb` times their magnitude."""
         compute = reuse(
-            self.program, ("step", self.kernels), lambda: self.program.compile_trial(self.compute, kernels=self.kernels)
+            self.program,
+            ("step", self.kernels),
+            lambda: self.program.compile_trial(functools.partial(_compute, self.program), kernels=self.kernels),
         )
         weights = self._placed(ModelWeights(perturbed(self.weights.params, perturb, seed), self.weights.variables))
         loss, gradients = jax.device_get(
@@ -70,17 +75,37 @@ class Step:
         )
         return Gradient(float(loss), {p: np.asarray(g, np.float64) for p, g in gradients.items()})
 
+    def losses(self, direction: Gradients, moves: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
+        """Return the losses after different moves of the parameters, float64.
+
+        One function computes all of them, without gradients.
+
+        Args:
+            direction: Direction of each parameter that moves.
+            moves: For each loss, the distance that each of these parameters moves in its direction. The shape is that of the
+                parameter, with axes of size 1.
+        """
+        compute = reuse(
+            self.program,
+            ("losses", self.kernels),
+            lambda: self.program.compile_trial(functools.partial(_losses, self.program), kernels=self.kernels),
+        )
+        weights, batch = self._placed(self.weights), self.program.put(as_double(self.batch))
+        results: list[np.ndarray] = []
+        for begin in range(0, len(moves), LOSSES):
+            part = [*moves[begin : begin + LOSSES]]
+            part += [moves[0]] * (LOSSES - len(part))
+            stacked = {path: np.stack([move[path] for move in part]) for path in direction}
+            losses = compute(weights.params, weights.variables, batch, dict(direction), stacked)
+            results.append(np.asarray(jax.device_get(losses), np.float64))
+        return np.concatenate(results)[: len(moves)]
+
     def _placed(self, weights: ModelWeights) -> ModelWeights:
         return jax.tree.map(lambda x, spec: jax.device_put(x, spec.sharding), weights, self.program.trained_spec)
 
     def compute(self, params: Any, variables: Any, batch: Any) -> tuple[jax.Array, Any]:
         """Return the loss and the gradients. Traceable."""
-        config: Any = self.program.config
-        learner = config.learner.build(max_steps=config.max_steps, axes=self.program.trained.axes)
-        call = self.program.function("loss").call
-        loss = without_state(lambda p, b: call(ModelWeights(p, variables), b))
-        (loss, *_), gradients = learner.value_and_grad(loss, params, {}, batch, None)
-        return loss, gradients
+        return _compute(self.program, params, variables, batch)
 
     def trace(self) -> tuple[dict[str, float], list[module_calls.Record]]:
         """Compute the loss again. Return the scalars that it reports, and the calls of modules."""
@@ -95,6 +120,23 @@ class Step:
         """Select the comparable part of a recorded array, or None if it has no rows and positions."""
         shapes = {x.shape[:2] for x in self.batch.values() if x.ndim >= 2}
         return self.select(value) if value.shape[:2] in shapes else None
+
+
+def _compute(program: Program, params: Any, variables: Any, batch: Any) -> tuple[jax.Array, Any]:
+    config: Any = program.config
+    learner = config.learner.build(max_steps=config.max_steps, axes=program.trained.axes)
+    call = program.function("loss").call
+    loss = without_state(lambda p, b: call(ModelWeights(p, variables), b))
+    (loss, *_), gradients = learner.value_and_grad(loss, params, {}, batch, None)
+    return loss, gradients
+
+
+def _losses(program: Program, params: Any, variables: Any, batch: Any, direction: Any, moves: Any) -> jax.Array:
+    def one(move: Any) -> jax.Array:
+        moved = {path: (params[path] + move[path] * direction[path]).astype(params[path].dtype) for path in direction}
+        return _compute(program, {**params, **moved}, variables, batch)[0]
+
+    return jax.lax.map(one, moves)
 
 
 def compare_steps(one: Step, other: Step, *, compared: str, gradients: bool = True) -> Outcome:
