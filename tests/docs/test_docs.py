@@ -20,7 +20,7 @@ from support.paths import ROOT, TESTS
 
 PLUGINS = [ROOT / f"examples/{name}" for name in ("my_attention", "my_norm_plugin", "my_objective_plugin")]
 """What the pages use."""
-PARTS = ROOT / "examples/my_parts"
+PARTS, CAPTIONS = ROOT / "examples/my_parts", ROOT / "examples/my_captions"
 MODEL = ROOT / "tests/plugins/models/huggingface/fixtures/qwen3"
 """What a reader would have downloaded."""
 PAGES = sorted(
@@ -259,7 +259,7 @@ def test_the_architecture_has_every_distribution():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plugin", [*PLUGINS, PARTS], ids=lambda plugin: plugin.name)
+@pytest.mark.parametrize("plugin", [*PLUGINS, PARTS, CAPTIONS], ids=lambda plugin: plugin.name)
 def test_an_example_plugin_passes_its_own_tests(plugin, tmp_path):
     flags = "" if plugin.name == "my_norm_plugin" else os.environ["XLA_FLAGS"]  # suites split arrays over eight devices
     process = subprocess.run(

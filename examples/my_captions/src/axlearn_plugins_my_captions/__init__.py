@@ -1,0 +1,1 @@
+"""A model that reads images and text, a plugin for axlearn-core."""
