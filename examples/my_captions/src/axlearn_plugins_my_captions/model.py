@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_core.extend import Batch, node, setting
-from axlearn_core.nn.linear import Linear
+from axlearn_core.extend import Batch, Linear, node, setting
 from axlearn_plugins_transformer.causal_lm import CausalLM
 
 IMAGE = 0
