@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Node, node
+from axlearn_core.config import REQUIRED, Node, map, node
 from axlearn_core.config.tree import children, with_children
 from axlearn_core.errors import ConfigError, Problem
 
@@ -80,6 +80,26 @@ def shortest_cycle(values: Sequence[Any]) -> list[Any]:
     sizes = range(1, len(values) + 1)
     period = next(n for n in sizes if all(value == values[i % n] for i, value in enumerate(values)))
     return [*values[:period]]
+
+
+def shortest_parts(values: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
+    """Return the leading values and the cycle of the others, with the fewest values in both together."""
+    parts = [(values[:lead], shortest_cycle(values[lead:])) for lead in range(len(values))]
+    return min(parts, key=lambda part: len(part[0]) + len(part[1]))
+
+
+def with_shortest_cycles(layer: Node[Any], num_layers: int) -> Node[Any]:
+    """Rewrite each `Alternate` in the config of a layer in its shortest form, which gives the same `num_layers` layers."""
+
+    def shorten(part: Node[Any]) -> Any:
+        if not isinstance(part, Alternate):
+            return part
+        first, cycle = shortest_parts([part.select(i) for i in range(num_layers)])
+        return (
+            cycle[0] if not first and len(cycle) == 1 else attrs.evolve(part, first=tuple(first), children=tuple(cycle))
+        )
+
+    return map(layer, shorten)
 
 
 class LayerPattern(NamedTuple):

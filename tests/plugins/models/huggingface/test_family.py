@@ -3,13 +3,14 @@
 import json
 import shutil
 
+import attrs
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from axlearn_core.compose import Functional, compose
-from axlearn_core.config import patch
+from axlearn_core.config import get, patch
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins import index
 from axlearn_core.plugins.resolve import resolve
@@ -77,6 +78,21 @@ def test_a_relative_hidden_size_is_written_as_a_number():
 )
 def test_the_most_specific_family_describes_a_model(experiment, model_type):
     assert find_family(resolve(experiment).config)[0].model_type == model_type
+
+
+def test_another_form_of_the_same_layers_is_the_same_model():
+    config = resolve("gemma2-2b").config  # local and global layers in turn
+    slot = "model.decoder.layer.attention.window"
+    window = get(config, slot)
+    nodes = tuple(window.select(i) for i in range(6))
+    longer = patch(config, {slot: attrs.evolve(window, first=nodes[:2], children=nodes[2:])})
+    assert longer != config
+    assert find_family(longer)[1] == find_family(config)[1]
+    other = patch(
+        config, {slot: attrs.evolve(window, first=nodes[:1], children=nodes[:2])}
+    )  # two local layers at the start
+    with pytest.raises(RequestError, match="no family describes this whole model"):
+        find_family(other)
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "vit"])

@@ -56,6 +56,24 @@ def test_layers_that_only_lead_stay_in_front():
     assert ExportImport().skip_reason(Case(shrink(config).config)) is None
 
 
+@pytest.mark.parametrize(
+    ("experiment", "expected", "pattern"),
+    [
+        ("gemma3n-e2b", "ababcdefgh", (0, 2, 2)),  # the longest run is the sparse layers at the start
+        ("gemma3n-e4b", "abcdefghgh", (6, 2, 2)),  # the longest run is the layers at the end that share keys and values
+        ("gemma4-e4b", "ababcdef", (0, 2, 2)),
+    ],
+)
+def test_only_the_part_of_a_stack_that_is_scanned_repeats(experiment, expected, pattern):
+    config = ax.resolve(experiment).config
+    small = shrink(config)
+    assert "".join("abcdefgh"[kind] for kind in order(small.config)) == expected
+    assert find_pattern(order(small.config)) == pattern
+    assert len(kinds(small.config)) == len(kinds(config))
+    assert not small.notes, "no operation is lost"
+    assert ExportImport().skip_reason(Case(small.config)) is None, "the family can express the order"
+
+
 @pytest.mark.parametrize("experiment", ["llama4-maverick", "k-exaone"])
 def test_short_cycles_of_three_kinds_do_not_change(experiment):
     config = ax.resolve(experiment).config

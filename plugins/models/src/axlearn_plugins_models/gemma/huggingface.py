@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings, unsupported
-from axlearn_plugins_models.huggingface.layer_cycle import window_types
+from axlearn_plugins_models.huggingface.layer_cycle import FULL, window_types
 from axlearn_plugins_models.huggingface.rope import Kind, missing_forms, parameters, read_rope, write_rope
 from axlearn_plugins_models.huggingface.table import Rule
 
@@ -81,7 +81,7 @@ class Gemma2(Family):
         fields = {"rms_norm_eps": decoder.norm.eps, "sliding_window": size, "layer_types": types}
         return fields | {
             "rope_parameters": self.rope_parameters(decoder.layer.attention),
-            "_sliding_window_pattern": len(windows.children),
+            "_sliding_window_pattern": types.index(FULL) + 1 if FULL in types else len(windows.children),
         }
 
     def rope_parameters(self, attention: Any) -> Json:

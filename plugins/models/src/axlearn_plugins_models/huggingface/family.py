@@ -24,6 +24,7 @@ from axlearn_plugins_models.huggingface.depth_tensors import DEPTH, DepthFormat,
 from axlearn_plugins_models.huggingface.files import StoredTensor
 from axlearn_plugins_models.huggingface.quantized_tensors import SCHEMES, Scheme, dequantize, read_scheme
 from axlearn_plugins_models.huggingface.table import Rule, Tensor, layout
+from axlearn_plugins_transformer.alternate import with_shortest_cycles
 from axlearn_plugins_transformer.attention import score_scale
 from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.multi_token import MultiTokenCausalLM
@@ -293,7 +294,7 @@ class Family(Configurable):
             theirs = attrs.evolve(
                 theirs, model=replace_config(theirs.model, CausalLM, MultiTokenCausalLM.Config(depth=count))
             )
-        old, new = _with_derived_sizes(theirs.model), _with_derived_sizes(config.model)
+        old, new = (_with_derived_sizes(_with_shortest_cycles(model)) for model in (theirs.model, config.model))
         return [change for change, kind in change_kinds(diff(old, new), old, new) if kind == "mathematics"]
 
 
@@ -305,6 +306,17 @@ def _with_derived_heads(written: Json) -> Json:
     if "num_key_value_heads" in written and written["num_key_value_heads"] is None:
         sizes["num_key_value_heads"] = written["num_attention_heads"]
     return {**written, **sizes}
+
+
+def _with_shortest_cycles(model: Node[Any]) -> Node[Any]:
+    """Rewrite the layers of each stack in the shortest form, so that the same layers compare equal."""
+
+    def shorten(part: Any) -> Any:
+        fields: Json = children(part)
+        is_stack = isinstance(fields.get("layer"), Node) and isinstance(fields.get("num_layers"), int)
+        return attrs.evolve(part, layer=with_shortest_cycles(part.layer, part.num_layers)) if is_stack else part
+
+    return map(model, shorten)
 
 
 def _width(model: Any) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from axlearn_plugins_models.huggingface.family import Settings, unsupported
-from axlearn_plugins_transformer.alternate import Alternate, shortest_cycle
+from axlearn_plugins_transformer.alternate import Alternate, shortest_cycle, shortest_parts
 from axlearn_plugins_transformer.attention_variants.interleave import Window
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -48,8 +48,7 @@ def cycle_of(values: Sequence[Any]) -> Any:
 
 def led_cycle_of(values: Sequence[Any]) -> Any:
     """Return the config of a slot, as plain data, whose last layers may differ from the first: the leading layers, then a cycle."""
-    leads = [(values[:lead], shortest_cycle(values[lead:])) for lead in range(len(values))]
-    first, cycle = min(leads, key=lambda parts: len(parts[0]) + len(parts[1]))
+    first, cycle = shortest_parts(values)
     return cycle_of(cycle) if not first else {"type": "alternate", "first": [*first], "children": cycle}
 
 

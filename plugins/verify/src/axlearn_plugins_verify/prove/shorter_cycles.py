@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import find, get, patch
-from axlearn_plugins_transformer.alternate import Alternate, layer_configs, shortest_cycle
+from axlearn_plugins_transformer.alternate import Alternate, find_pattern, layer_configs, shortest_cycle
 from axlearn_plugins_transformer.transformer import Decoder
 
 LONG, LONG_OF_TWO = 8, 4
@@ -38,9 +38,10 @@ def shorten_cycles(config: Any, *, irregular: bool = False) -> Any:
         layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
         if longest < LONG and len(layers) > 2:
             continue
-        lead, count = _count_leading(kinds, layers), decoder.num_layers
-        cycle = layers[lead:]
-        orders = [[*layers[:lead], *2 * [*cycle[i:], *cycle[:i]]] for i in range(len(cycle))]
+        lead, end = _find_scanned(kinds, layers)
+        cycle, after = layers[lead:end], layers[end:]
+        orders = [[*layers[:lead], *2 * [*cycle[i:], *cycle[:i]], *after] for i in range(len(cycle))]
+        count = len(orders[0]) if after else decoder.num_layers
         if irregular:
             lead, orders = 0, [[*layers, *layers, layers[0], *layers]]
             count = len(orders[0])
@@ -66,18 +67,22 @@ def _alternates(layer: Any) -> dict[str, Alternate]:
     return alternates
 
 
-def _count_leading(kinds: Sequence[str], first_layers: Sequence[int]) -> int:
-    """Return how many kinds come before all others, such as a dense layer below those with experts.
+def _find_scanned(kinds: Sequence[str], first_layers: Sequence[int]) -> tuple[int, int]:
+    """Return the range of the kinds that a scan runs: those in the part of the stack that has the repeated layers.
+
+    A part ends where no earlier kind occurs again, such as after the dense layers below those with experts.
 
     Args:
         kinds: Kind of each layer.
-        first_layers: First layer of each kind.
+        first_layers: First layer of each kind, in order.
     """
     latest = {kind: layer for layer, kind in enumerate(kinds)}
-    for number, (layer, following) in enumerate(itertools.pairwise(first_layers)):
-        if latest[kinds[layer]] > following:
-            return number
-    return len(first_layers) - 1
+    ends = itertools.accumulate((latest[kinds[layer]] for layer in first_layers), max)  # of each kind and all before it
+    starts = [*first_layers[1:], len(kinds)]
+    bounds = [number for number, (end, start) in enumerate(zip(ends, starts, strict=True), start=1) if end < start]
+    first = kinds[find_pattern([kinds.index(kind) for kind in kinds]).lead]  # kind of the first repeated layer
+    scanned = list(dict.fromkeys(kinds)).index(first)
+    return next((lead, end) for lead, end in itertools.pairwise([0, *bounds]) if scanned < end)
 
 
 def _fill(slot: Alternate, nodes: Sequence[Any], lead: int, most: int) -> Alternate:
