@@ -259,6 +259,17 @@ def test_shapes_that_an_engine_compiles_are_limited(monkeypatch):
             engine.engine.check(requests([((3,) * 17, extras)])[0])
 
 
+def test_refused_shapes_do_not_fill_memory(monkeypatch):
+    monkeypatch.setattr("axlearn_plugins_serving.runner.MAX_SHAPES", 1)
+    with serve(captioner(), set=SIZES, warm_up=False) as engine:
+        engine.engine.check(requests([((3,) * 10, {"images": np.ones((1, FEATURES), np.float32)})])[0])
+        for count in range(2, 14):
+            with pytest.raises(RequestError, match="has compiled 1 shapes"):
+                engine.engine.check(requests([((3,) * 10, {"images": np.ones((1, count, FEATURES), np.float32)})])[0])
+        assert len(engine.engine.runner._checked_extras) <= 6
+        engine.engine.check(requests([((3,) * 10, {"images": np.ones((1, FEATURES), np.float32)})])[0])
+
+
 def test_a_model_with_other_hidden_states_takes_no_extras():
     built = replace_config(captioner().cfg, Captioner, Successor.Config()).build(rngs=nnx.Rngs(0))
     with pytest.raises(RequestError, match=r"a Successor cannot be served with extras.*\n *got: .*extras=true"):

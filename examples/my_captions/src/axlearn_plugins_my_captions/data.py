@@ -110,4 +110,4 @@ class Batches:
         self.index = state
 
     def close(self) -> None:
-        """Do nothing, because there are no workers."""
+        """Do nothing. The iterator has no workers."""

@@ -91,4 +91,4 @@ class CopyBatches:
         self.index = state
 
     def close(self) -> None:
-        """Do nothing, because there are no workers."""
+        """Do nothing. The iterator has no workers."""

@@ -28,7 +28,7 @@ def root_key(adapter: str | None, version: int, prefix: Sequence[int] = (), extr
 
 
 def digest_extras(extras: Mapping[str, np.ndarray]) -> bytes:
-    """Return a hash of the extras of a prompt, which is empty if there are none."""
+    """Return a hash of the extras of a prompt. It is empty if the prompt has no extras."""
     if not extras:
         return b""
     parts = [repr((name, x.shape, str(x.dtype))).encode() + x.tobytes() for name, x in sorted(extras.items())]

@@ -196,14 +196,14 @@ class ModelRunner(Configurable):
 
     def _find_refusal(self, bucket: PromptBucket) -> str | None:
         """Return why the model cannot read extras of these shapes, or None if it can."""
+        if len(self._checked_extras) > 4 * MAX_SHAPES:  # at most `MAX_SHAPES` of them are accepted
+            self._checked_extras = {b: refusal for b, refusal in self._checked_extras.items() if refusal is None}
         accepted = sum(refusal is None for refusal in [*self._checked_extras.values()])
         if accepted >= MAX_SHAPES:
             return (
                 f"the engine has compiled {accepted} shapes of prompts with extras, and compiles no others\n"
                 "    fix: pad arrays, so that there are fewer shapes"
             )
-        if len(self._checked_extras) > 4 * MAX_SHAPES:  # the others are refused
-            self._checked_extras = {b: refusal for b, refusal in self._checked_extras.items() if refusal is None}
         assert self.program.prompts is not None
         try:
             with self.program.tracing(PROMPT_FUNCTION, Selection(platform=self.program.platform, required=())):

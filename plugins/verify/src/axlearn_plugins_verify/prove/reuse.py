@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def reuse(program: Program, key: Hashable, make: Callable[[], T]) -> T:
-    """Return the object of a program with a key. Make it if there is none."""
+    """Return the object that a program keeps for a key. The first call makes it."""
     if key not in program.attachments:
         program.attachments[key] = make()
     return program.attachments[key]
