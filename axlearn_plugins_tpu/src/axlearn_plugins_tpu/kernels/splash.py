@@ -136,6 +136,10 @@ class _Splash:
             return f"it supports one set of segments and one prefix ({mask})"
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
             return f"queries, keys and values must have the same dtype, bfloat16 or float32, got {', '.join(sorted(dtypes))}"
+        over = split_over(op.query.shape, QUERY_AXES)[2]
+        if op.sinks is not None and (over_of_sinks := split_over(op.sinks.shape, SINK_AXES)[0]) != over:
+            got, expected = (" and ".join(axes) or "no mesh axis" for axes in (over_of_sinks, over))
+            return f"the sinks are sharded over {got}, but the heads over {expected}"
         return None
 
     def __call__(self, op: AttentionOp) -> jax.Array:
