@@ -169,10 +169,10 @@ def test_masks_of_splash_show_the_keys_of_ours(mask):
 
 
 def test_splash_refuses_sinks_that_are_sharded_unlike_their_heads():
-    shapes = (4, 128, 4, 64), (4, 128, 2, 64), (4, 128, 2, 64)
+    shapes = (4, 128, 8, 64), (4, 128, 2, 64), (4, 128, 2, 64)
     query, key, value = (jnp.zeros(shape) for shape in shapes)
-    op = AttentionOp(query=query, key=key, value=value, mask=Causal(), scale=0.125, sinks=jnp.zeros(4))
-    mesh, context = make_mesh(Mesh(shape={"data": 2, "tensor": 2})), KernelContext(platform="tpu")
+    op = AttentionOp(query=query, key=key, value=value, mask=Causal(), scale=0.125, sinks=jnp.zeros(8))
+    mesh, context = make_mesh(Mesh(shape={"data": 2, "tensor": 4})), KernelContext(platform="tpu")
     with logical_rules(mesh, {"batch": ("data",), "activation_heads": ("tensor",)}):
         assert splash.SPLASH_ATTENTION.supports(op, context) is None
     with logical_rules(mesh, {"batch": ("data",), "activation_heads": ("tensor", "data")}):  # batches have taken `data`
