@@ -1,25 +1,22 @@
 """Every setting of the model has an effect."""
 
-import weakref
+import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import attrs
 import jax
 
-from axlearn_core.compose import Program
+from axlearn_core.compose import ModelAndObjective, Program
 from axlearn_core.config import Node, Scaled, get, patch
 from axlearn_core.config.flat import leaves
-from axlearn_core.contracts.capabilities import DeclaresBatches
-from axlearn_core.contracts.experiment import get_input_config
 from axlearn_core.errors import AxlearnError
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
+from axlearn_plugins_verify.prove.reuse import reuse
+from axlearn_plugins_verify.prove.structure import abstract_batch
 
 PARTS = ("model.", "objective.")
 KINDS = ("mathematics", "training")
-
-_texts: "weakref.WeakKeyDictionary[Program, dict[str, str]]" = weakref.WeakKeyDictionary()
-"""Lowered functions by name. They do not depend on the seed."""
 
 
 class Settings:
@@ -40,7 +37,7 @@ class Settings:
         count, ignored = 0, []
         for path, config in changed_settings(case.config):
             count += 1
-            if not _differs(case, case.config, config) and not self._differs_before_shrinking(case, path):
+            if not self._has_effect(case, path, config):
                 ignored.append(path)
         difference = None
         if ignored:
@@ -53,6 +50,14 @@ class Settings:
             tolerance=0.0,
             compared=f"programs with {count} changed settings",
             difference=difference,
+        )
+
+    def _has_effect(self, case: Any, path: str, config: Any) -> bool:
+        """Return whether a setting has an effect. That does not depend on the seed."""
+        return reuse(
+            case.program(),
+            ("setting", path),
+            lambda: _differs(case, case.config, config) or self._differs_before_shrinking(case, path),
         )
 
     def _differs_before_shrinking(self, case: Any, path: str) -> bool:
@@ -93,19 +98,26 @@ def _is_default(config: Any, path: str) -> bool:
 
 
 def _differs(case: Any, config: Any, other: Any) -> bool:
-    """Return whether two configs have different losses or initial weights."""
+    """Return whether two configs have different arrays, losses or initial weights."""
+    program = case.program(config)
     try:
-        return any(_text(case, config, name) != _text(case, other, name) for name in ("loss", "init"))
+        trained = ModelAndObjective.from_config(other)
+        if (trained.abstract, trained.variables) != (program.trained.abstract, program.trained.variables):
+            return True
+        for function, arguments in {
+            "loss": (trained.specs, abstract_batch(config)),
+            "init": (jax.eval_shape(lambda: jax.random.key(0)),),
+        }.items():
+            lower = functools.partial(_lower, program, function, arguments)
+            text = reuse(program, ("text", function), functools.partial(lower, config, program.trained))
+            if lower(other, trained) != text:
+                return True
     except (AxlearnError, ValueError, TypeError):
         return True  # the part refuses the value, so it reads the setting
+    return False
 
 
-def _text(case: Any, config: Any, function: str) -> str:
-    program = case.program(config)
-    texts = _texts.setdefault(program, {})
-    if function not in texts:
-        source = get_input_config(config)
-        shapes = source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
-        batch = {name: jax.ShapeDtypeStruct(*spec) for name, spec in shapes.items()}
-        texts[function] = program.lower(function, batch if function == "loss" else None).as_text()
-    return texts[function]
+def _lower(program: Program, function: str, arguments: tuple[Any, ...], config: Any, trained: ModelAndObjective) -> str:
+    """Return the lowered text of a function of a config, with the mesh and the kernels of a program."""
+    call = config.functions(trained.model)[function].call
+    return program.compile_trial(call, function).lower(*arguments).as_text()
