@@ -10,7 +10,7 @@ from axlearn_plugins_transformer import stack
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
 from axlearn_plugins_verify import compat
 from axlearn_plugins_verify.properties import derivatives
-from axlearn_plugins_verify.prove import double_precision, training_step
+from axlearn_plugins_verify.prove import double_precision, forward, training_step
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from support import proof_cases
 
@@ -84,6 +84,35 @@ def test_a_failure_in_float64_does_not_count_if_a_layer_rounds_to_float32(monkey
     result = repeated(VAGUE, lambda config: FAILED)
     assert result.holds
     assert result.compared.endswith("not repeated in float64: a layer computes in float32")
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_comparison_that_float64_decides_stops_early(dtype, refuses):
+    computed = []
+
+    def check(config):
+        name = config.model.dtype
+        if refuses and name == "float64":
+            raise ValueError("no kernel for float64")
+        computed.append(f"{name}: first")
+        double_precision.stop_if_vague(VAGUE.tolerance if name == "float32" else 1e-9, "two numbers")
+        computed.append(f"{name}: second")
+        return VAGUE if name == "float32" else CERTAIN
+
+    sample = case(f"model.dtype={dtype}")
+    result = forward.check_precisely(sample, check)
+    assert result.holds
+    both = [f"{name}: {part}" for name in ("bfloat16", "float32", "float64") for part in ("first", "second")]
+    if dtype == "float32":  # it is the config's own dtype
+        assert computed == (both[2:4] if refuses else both[2:])
+    elif refuses:
+        assert computed == [*both[:2], "float32: first", *both[2:4]]
+    else:
+        assert computed == [*both[:2], "float32: first", *both[4:]]
+    expected = "not repeated in float64: no kernel for float64" if refuses else "; repeated in float64"
+    assert result.compared.endswith(expected)
+    assert not np.isnan(result.error)
 
 
 def scale_scanned_layers(monkeypatch, factor):

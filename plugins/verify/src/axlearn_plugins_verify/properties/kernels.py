@@ -52,7 +52,7 @@ class Kernels:
         """Compare each step that has kernels to the references."""
         if (target := _other_target(case)) is not None:
             return self._check_target(case, target)
-        return check_precisely(case, lambda config: self._check(case, config))
+        return check_precisely(case, lambda config: self._check(case, config), stops_early=False)
 
     def _check_target(self, case: Any, target: Target) -> Outcome:
         calls, missing = _target_calls(case, target)

@@ -10,10 +10,8 @@ import jax
 
 from axlearn_core.compose import ModelWeights, Program
 from axlearn_core.compose.program import find_layout_problem
-from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Outcome
-from axlearn_plugins_verify.prove.double_precision import repeat_if_doubtful
-from axlearn_plugins_verify.prove.forward import check_precisely, precise_config
+from axlearn_plugins_verify.prove.forward import check_precisely, check_single, precise_config
 from axlearn_plugins_verify.prove.training_step import Step, compare_steps
 
 
@@ -40,9 +38,7 @@ class Meshes:
                 outcome = check_precisely(case, check)
             else:
                 precise = precise_config(case.config)
-                with module_calls.without_location():
-                    outcome = check(precise)
-                outcome = repeat_if_doubtful(case, outcome, precise, check)
+                outcome = check_single(case, precise, check, stops_early=precise is not case.config)
             if not outcome.holds:
                 return outcome
             outcomes.append(outcome)

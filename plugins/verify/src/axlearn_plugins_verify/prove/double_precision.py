@@ -5,7 +5,9 @@ the dtype `jnp.float32`, which means float64 while a check is repeated, so these
 does not count if a layer still computes in float32.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import attrs
@@ -17,7 +19,7 @@ from axlearn_core.compose import Program
 from axlearn_core.config import patch, walk
 from axlearn_core.contracts.arrays import is_array
 from axlearn_plugins_verify.compat import double_precision
-from axlearn_plugins_verify.prove.contract import Outcome
+from axlearn_plugins_verify.prove.contract import Difference, Outcome
 
 DOUBLE = "float64"
 PARTS = ("model", "objective")
@@ -26,6 +28,42 @@ ALSO_IN_FLOAT32 = "also in float32"
 """Note on a check of a config with a 16-bit dtype."""
 VAGUE = 1e-4
 """Tolerance in float32 above which a check is inconclusive. The largest for 14 shipped experiments is 5.7e-5 (`gemma3-4b`)."""
+
+_stops: ContextVar[bool] = ContextVar("stops", default=False)
+
+
+class Inconclusive(Exception):
+    """Rounding alone explains larger differences than `VAGUE`, so a comparison stopped before its second computation.
+
+    Attributes:
+        outcome: An outcome that does not hold. It has no error.
+    """
+
+    def __init__(self, tolerance: float, compared: str):
+        super().__init__(compared)
+        difference = Difference(layer="", tensor="result", error=float("nan"))
+        self.outcome = Outcome(error=float("nan"), tolerance=tolerance, compared=compared, difference=difference)
+
+
+@contextlib.contextmanager
+def stopping_early() -> Iterator[None]:
+    """Stop comparisons that float64 decides anyway. This saves compiling the second computation in float32."""
+    token = _stops.set(True)
+    try:
+        yield
+    finally:
+        _stops.reset(token)
+
+
+def stop_if_vague(tolerance: float, compared: str) -> None:
+    """Raise `Inconclusive` if a tolerance is above `VAGUE` while comparisons stop early.
+
+    Args:
+        tolerance: Largest relative error that rounding explains.
+        compared: What is compared, in one line.
+    """
+    if _stops.get() and tolerance > VAGUE:
+        raise Inconclusive(tolerance, compared)
 
 
 def repeat_if_doubtful(case: Any, outcome: Outcome, config: Any, check: Callable[[Any], Outcome]) -> Outcome:
@@ -47,7 +85,7 @@ def repeat(case: Any, outcome: Outcome, config: Any, check: Callable[[Any], Outc
     """Return the outcome of a check in float64, or the given one if that is impossible. See `repeat_if_doubtful`."""
 
     def keep(reason: str) -> Outcome:
-        shown = outcome if outcome.holds else attrs.evolve(outcome, difference=check(config).difference)
+        shown = outcome if outcome.holds else check(config)
         return attrs.evolve(shown, compared=f"{outcome.compared}; not repeated in float64: {reason}")
 
     try:

@@ -1,5 +1,6 @@
 """Compute a language model's logits for every token, and by how much rounding alone changes them."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +19,14 @@ from axlearn_plugins_transformer.cache_spec import KeepsCache, read_prefix
 from axlearn_plugins_transformer.causal_lm import LanguageModel
 from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
-from axlearn_plugins_verify.prove.double_precision import ALSO_IN_FLOAT32, equations, repeat_if_doubtful
+from axlearn_plugins_verify.prove.double_precision import (
+    ALSO_IN_FLOAT32,
+    Inconclusive,
+    equations,
+    repeat_if_doubtful,
+    stop_if_vague,
+    stopping_early,
+)
 from axlearn_plugins_verify.prove.reuse import reuse
 
 EPSILON = {"float64": 2.0**-50, "float32": 2.0**-22, "bfloat16": 2.0**-8, "float16": 2.0**-10}
@@ -139,21 +147,44 @@ def precise_config(config: Any) -> Any:
     return patch(config, {"model.dtype": "float32"}) if compute_dtype(config) in ("bfloat16", "float16") else config
 
 
-def check_precisely(case: Any, check: Callable[[Any], Outcome]) -> Outcome:
+def check_precisely(case: Any, check: Callable[[Any], Outcome], *, stops_early: bool = True) -> Outcome:
     """Check a property of a config in its dtype. If that is a 16-bit dtype and the property holds, check it in float32 too.
 
     Rounding hides small faults in a 16-bit dtype. If float32 leaves doubt, float64 decides.
+
+    Args:
+        case: `axlearn_plugins_verify.prove.case.Case`.
+        check: Checks a config.
+        stops_early: Whether a comparison of a 16-bit config in float32 may be left out if it would leave doubt.
     """
-    outcome, precise = None, precise_config(case.config)
-    if precise is not case.config:
-        outcome = check(case.config)
-        if not outcome.holds:
-            return outcome
-    with module_calls.without_location():
-        single = check(precise)
-    if outcome is not None:
-        single = attrs.evolve(single, compared=f"{single.compared}; {ALSO_IN_FLOAT32}")
-    return repeat_if_doubtful(case, single, precise, check)
+    precise = precise_config(case.config)
+    if precise is case.config:
+        return check_single(case, precise, check)
+    outcome = check(case.config)
+    if not outcome.holds:
+        return outcome
+    return check_single(case, precise, check, note=ALSO_IN_FLOAT32, stops_early=stops_early)
+
+
+def check_single(
+    case: Any, config: Any, check: Callable[[Any], Outcome], *, note: str = "", stops_early: bool = False
+) -> Outcome:
+    """Check a property of a config in float32. If that leaves doubt, float64 decides.
+
+    Args:
+        case: `axlearn_plugins_verify.prove.case.Case`.
+        config: The config in float32.
+        check: Checks a config.
+        note: Note for the description of the outcome.
+        stops_early: Whether a comparison may be left out if it would leave doubt.
+    """
+    with module_calls.without_location(), stopping_early() if stops_early else contextlib.nullcontext():
+        try:
+            outcome = check(config)
+        except Inconclusive as reason:
+            outcome = reason.outcome
+    outcome = attrs.evolve(outcome, compared="; ".join(filter(None, [outcome.compared, note])))
+    return repeat_if_doubtful(case, outcome, config, check)
 
 
 def logits_tolerance(case: Any, program: Program, rows: Rows, epsilon: float = 0.0) -> float:
@@ -218,6 +249,7 @@ class Run:
 
 def compare_logits(one: Run, other: Run, *, tolerance: float, compared: str) -> Outcome:
     """Compare two computations of the same logits, and name the first layer that differs if they do."""
+    stop_if_vague(tolerance, compared)
     expected, actual = one.logits(), other.logits()
     errors = token_errors(expected, actual)
     error = float(errors.max())

@@ -13,7 +13,7 @@ from axlearn_core.kernels.selection import Selection
 from axlearn_core.learn import without_state
 from axlearn_plugins_verify.prove import module_calls
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
-from axlearn_plugins_verify.prove.double_precision import as_double
+from axlearn_plugins_verify.prove.double_precision import as_double, stop_if_vague
 from axlearn_plugins_verify.prove.forward import EPSILON, Select, compute_dtype, perturbed
 from axlearn_plugins_verify.prove.reuse import reuse
 
@@ -148,13 +148,14 @@ def compare_steps(one: Step, other: Step, *, compared: str, gradients: bool = Tr
         compared: What is compared, in one line.
         gradients: Whether to compare gradients too.
     """
-    expected, actual = one.evaluate(), other.evaluate()
-    dtype = compute_dtype(one.program.config)
+    expected, dtype = one.evaluate(), compute_dtype(one.program.config)
     moved = [one.evaluate(EPSILON[dtype], seed) for seed in range(MOVES)]
     loss_tolerance = max(FLOOR[dtype], 4 * max(loss_error(expected.loss, m.loss) for m in moved))
     tolerance = max(
         FLOOR[dtype], 4 * max(max(gradient_errors(expected.gradients, m.gradients).values()) for m in moved)
     )
+    stop_if_vague(tolerance if gradients else loss_tolerance, compared)
+    actual = other.evaluate()
     scalar, errors = loss_error(expected.loss, actual.loss), gradient_errors(expected.gradients, actual.gradients)
     worst = max(errors.values()) if gradients else 0.0
     wrong = [path for path, error in errors.items() if gradients and not error <= tolerance]
