@@ -21,11 +21,17 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import attrs
+
+from axlearn_core.compose.devices import configure_devices
+from axlearn_core.compose.program import check_program
 from axlearn_core.errors import PluginError, RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
-from axlearn_plugins_verify.prove.proof import FAILS, NOT_RUN, SEEDS, SKIPPED, prove
+from axlearn_core.plugins.targets import find_machine
+from axlearn_plugins_verify.prove.checks import FAILS, NOT_RUN, SKIPPED
+from axlearn_plugins_verify.prove.proof import DEVICES, SEEDS, prove
 
 RESULTS = Path(__file__).parent / "results"
 DTYPES = ("float32", "bfloat16")
@@ -39,6 +45,7 @@ def use(name: str) -> list[str]:
 
 def choose(seed: int) -> Request:
     """Return the request of a seed."""
+    configure_devices(find_machine(f"cpu-{DEVICES}"))
     rng = random.Random(seed)
     experiment = rng.choice([entry.name for entry in registry().entries("experiments")])
     names = [entry.name for entry in registry().entries("features")]
@@ -49,23 +56,24 @@ def choose(seed: int) -> Request:
         if len(candidate) > 3:
             break
         try:
-            resolve(experiment, with_=candidate, set=settings)
+            config: Any = resolve(experiment, with_=candidate, set=settings).config
+            check_program(attrs.evolve(config, mesh=attrs.evolve(config.mesh, shape={"fsdp": 1})))
         except PluginError:
             raise
         except RequestError:
-            continue
+            continue  # the features do not go together, and the error says so
         texts = candidate
         if len(texts) >= rng.randint(1, 3):
             break
     return Request.from_arguments(experiment, with_=texts, set=settings)
 
 
-def record(request: Request, minutes: float, seed: int, seeds: int) -> dict[str, Any]:
+def record(request: Request, minutes: float, seed: int, seeds: int, jobs: int) -> dict[str, Any]:
     """Prove a config, and return its line."""
     begun = time.monotonic()
-    line: dict[str, Any] = {"command": " ".join(request.words)}
+    line: dict[str, Any] = {"command": " ".join(request.words), **({"jobs": jobs} if jobs > 1 else {})}
     try:
-        proof = prove(request, minutes=minutes, seed=seed, seeds=seeds)
+        proof = prove(request, minutes=minutes, seed=seed, seeds=seeds, jobs=jobs)
     except PluginError:
         raise
     except RequestError as error:
@@ -98,6 +106,7 @@ def main() -> None:
     parser.add_argument("configs", choices=("shipped", "random"), help="configs to prove")
     parser.add_argument("range", metavar="A..B", help="numbers from A up to but not including B")
     parser.add_argument("--minutes", type=float, help="time limit of each proof (default: 5 for shipped, 1 for random)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes of each proof (default: 1)")
     arguments = parser.parse_args()
     is_shipped = arguments.configs == "shipped"
     minutes = arguments.minutes or (5.0 if is_shipped else 1.0)
@@ -113,7 +122,7 @@ def main() -> None:
         request = Request.from_arguments(names[number]) if is_shipped else choose(number)
         line = {
             **({} if is_shipped else {"seed": number}),
-            **record(request, minutes, 0 if is_shipped else number, SEEDS if is_shipped else 1),
+            **record(request, minutes, 0 if is_shipped else number, SEEDS if is_shipped else 1, arguments.jobs),
         }
         lines.append(line)
         with results.open("a") as file:

@@ -74,6 +74,7 @@ TESTED_BY = {
     "axlearn_plugins_transformer.text.pipeline": "plugins/transformer/text/test_examples.py",
     "axlearn_plugins_transformer.text.records": "plugins/transformer/text/test_sources.py",
     "axlearn_plugins_verify.properties.decode": "plugins/verify/test_properties.py",
+    "axlearn_plugins_verify.prove.forward": "plugins/verify/test_properties.py",
     "axlearn_testing.checkpoint": "conformance/test_parts.py",
     "axlearn_testing.kernel": "testing/test_testing_suites.py",
     "axlearn_testing.layer": "testing/test_testing_suites.py",

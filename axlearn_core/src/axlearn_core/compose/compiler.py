@@ -128,6 +128,16 @@ class Compiler:
 
         return jax.jit(run, compiler_options=quick_options(self.platform) or None)
 
+    def trial_text(self, call: Callable[..., Any], arguments: Sequence[Any], name: str = "train") -> str:
+        """Return the lowered text of a function that the program does not declare; see `compile_trial`.
+
+        Args:
+            call: Function of arrays.
+            arguments: Arrays, or their abstract shapes.
+            name: Function of the program whose mesh rules and kernels it uses.
+        """
+        return self.compile_trial(call, name).lower(*arguments).as_text()
+
     def arguments(self, name: str, bucket: object = None) -> tuple[Any, ...]:
         """Return a function's abstract arguments for a bucket, with shardings."""
         return jax.tree.map(self._resolve, self.function(name).inputs(bucket), is_leaf=_is_abstract)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from axlearn_core.config import REQUIRED, Node, interface, node, setting
+from axlearn_core.config import REQUIRED, Node, factor_of, interface, node, setting
 from axlearn_core.config.roles import CompetingTokensRole, FullPrecisionRole
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.errors import RequestError
@@ -85,7 +85,8 @@ class LinearRouter(Layer):
             batch_invariant: Whether the logits of a token must not depend on the number of tokens. They are then computed with at
                 least `INVARIANT_OUTPUTS` outputs.
             norm: Norm of the router's input, or None.
-            logit_multiplier: Factor applied to the logits, before their bias.
+            logit_multiplier: Factor applied to the logits, before their bias: a number, or a node that builds one from the width
+                (Gemma 4).
             logit_bias: Add a trained bias to the logits (gpt-oss).
             score: Score function. None is the one that names the router.
             z_loss: Weight of log(Z)^2.
@@ -97,7 +98,7 @@ class LinearRouter(Layer):
         top_k: int = interface(default=REQUIRED)
         batch_invariant: bool = interface(default=False)
         norm: Node[Norm] | None = setting(default=None, hide_default=True)
-        logit_multiplier: float = setting(default=1.0, gt=0, hide_default=True)
+        logit_multiplier: float | Node[float] = setting(default=1.0, gt=0, hide_default=True)
         logit_bias: bool = setting(default=False, hide_default=True)
         score: Node[ScoreFunction] | None = setting(default=None, hide_default=True)
         z_loss: float = setting(default=0.0, ge=0, kind="training")
@@ -119,8 +120,9 @@ class LinearRouter(Layer):
         if self.cfg.batch_invariant:
             weight = jnp.pad(weight, ((0, 0), (0, max(0, INVARIANT_OUTPUTS - count))))
         logits = lax.dot_general(x, weight, (((2,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)[..., :count]
-        if self.cfg.logit_multiplier != 1:
-            logits = logits * self.cfg.logit_multiplier
+        multiplier = factor_of(self.cfg.logit_multiplier, width=self.cfg.input_dim)
+        if multiplier != 1:
+            logits = logits * multiplier
         if self.cfg.logit_bias:
             logits = logits + self.logit_bias[...].astype(jnp.float32)[None, None]
         logits = tag(constrain(logits, "batch", "sequence", None), "router_logits")

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import httpx
 import pytest
 from click.testing import CliRunner
 from huggingface_hub import constants
@@ -198,3 +199,27 @@ def test_commands_read_the_environment(hub, tmp_path):
     assert call(*words, **home | {"HF_HUB_OFFLINE": "1"}) == text
     assert (tmp_path / "home/hub/models--org--gated").is_dir()
     assert "HF_HUB_OFFLINE is set" in call("serve", "org/tiny", code=2, **home | {"HF_HUB_OFFLINE": "1"})
+
+
+@pytest.mark.slow
+def test_a_server_opens_a_model_by_its_name(hub, tmp_path):
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0"}
+    sizes = ["runner.max_rows=2", "runner.block_size=16", "runner.row_buckets=[]", "runner.chunk_buckets=[]"]
+    words = ["serve", "org/tiny@v1", "--port", "0", *(word for size in sizes for word in ("--set", f"serving.{size}"))]
+    request = {"prompt": "w1 w2", "max_tokens": 3, "temperature": 0}
+    expected = ax.load(HF_FIXTURES / "llama3").generate("w1 w2", max_tokens=3, temperature=0.0)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "axlearn_core", *words], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        line = process.stdout.readline()
+        assert " at http://127.0.0.1:" in line, line
+        url = line.split()[-1]
+        (model,) = httpx.get(f"{url}/v1/models").json()["data"]
+        assert model["id"].startswith("org/tiny")
+        response = httpx.post(f"{url}/v1/completions", json={"model": model["id"], **request}, timeout=60).json()
+        assert response["choices"][0]["text"] == expected
+    finally:
+        process.terminate()
+        process.wait(60)
+        process.stdout.close()

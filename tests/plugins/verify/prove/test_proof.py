@@ -154,7 +154,7 @@ def test_a_mesh_that_only_the_small_config_lacks_is_skipped():
 
 def test_checks_after_the_time_limit_are_reported(installed, monkeypatch):
     installed.update(one=Fake(PASSED), other=Fake(PASSED))
-    times = iter([0.0, 1.0, 2.0, 3.0, 400.0, 401.0])
+    times = iter([0.0, 1.0, 400.0, 401.0])
     monkeypatch.setattr(proof, "time", types.SimpleNamespace(monotonic=lambda: next(times, 402.0)))
     result = proof.prove("quickstart", seeds=1, minutes=5)
     assert statuses(result) == [("one", 0, "holds"), ("other", 0, "not run")]

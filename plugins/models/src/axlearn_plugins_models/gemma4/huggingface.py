@@ -145,7 +145,7 @@ class Gemma4(Family):
                 "type": "mixture-of-experts", "num_experts": hf.need("num_experts"), "top_k": hf.need("top_k_experts"),
                 "hidden_dim": hf.need("moe_intermediate_size"), "activation": activation, "norm": norm,
                 "router": {"type": "softmax-router", "normalize": True, "norm": norm, "expert_scale": True,
-                           "logit_multiplier": hf.need("hidden_size") ** -0.5},
+                           "logit_multiplier": {"type": "width-multiplier", "base_width": 1, "exponent": -0.5}},
             }  # fmt: skip
         return settings
 

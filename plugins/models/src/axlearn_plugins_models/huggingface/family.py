@@ -332,7 +332,7 @@ def _with_hidden_sizes(model: Node[Any]) -> Node[Any]:
         numbers: Json = {}
         if isinstance(hidden := fields.get("hidden_dim"), Node):
             numbers["hidden_dim"] = size_of(hidden, width)
-        for name in ("multiplier", "output_multiplier"):
+        for name in ("multiplier", "output_multiplier", "logit_multiplier"):
             if isinstance(factor := fields.get(name), Node):
                 numbers[name] = factor_of(factor, width=width)
         if isinstance(fields.get("scale"), Node) and fields.get("num_heads"):

@@ -14,6 +14,7 @@ from axlearn_core.kernels import selection
 from axlearn_core.kernels.selection import REFERENCE, Choice, Selection
 from axlearn_plugins_verify.properties import target_kernels
 from axlearn_plugins_verify.prove.contract import Outcome
+from axlearn_plugins_verify.prove.double_precision import Inconclusive
 from axlearn_plugins_verify.prove.forward import check_precisely
 from axlearn_plugins_verify.prove.reuse import reuse
 from axlearn_plugins_verify.prove.training_step import Step, compare_steps
@@ -52,7 +53,7 @@ class Kernels:
         """Compare each step that has kernels to the references."""
         if (target := _other_target(case)) is not None:
             return self._check_target(case, target)
-        return check_precisely(case, lambda config: self._check(case, config), stops_early=False)
+        return check_precisely(case, lambda config: self._check(case, config))
 
     def _check_target(self, case: Any, target: Target) -> Outcome:
         calls, missing = _target_calls(case, target)
@@ -66,14 +67,18 @@ class Kernels:
 
     def _check(self, case: Any, config: Any) -> Outcome:
         steps, missing = self._steps(case, config)
-        outcomes = []
-        for step, names in steps:
+        texts = [", ".join([f"{kernel} of {op}" for op, kernel in names]) for _, names in steps]
+        compared, outcomes = "; ".join([*texts, *missing]), []
+        for (step, _), text in zip(steps, texts, strict=True):
             reference = attrs.evolve(step, kernels=reference_selection(step.program))
-            outcomes.append(compare_steps(reference, step, compared=", ".join([f"{k} of {op}" for op, k in names])))
+            try:
+                outcomes.append(compare_steps(reference, step, compared=text))
+            except Inconclusive as reason:
+                raise Inconclusive(reason.outcome.tolerance, compared) from None
             if not outcomes[-1].holds:
                 return outcomes[-1]
         worst = max(outcomes, key=lambda o: o.error / o.tolerance)
-        return attrs.evolve(worst, compared="; ".join([*(o.compared for o in outcomes), *missing]))
+        return attrs.evolve(worst, compared=compared)
 
     def _steps(self, case: Any, config: Any) -> tuple[list[tuple[Step, list[tuple[str, str]]]], list[str]]:
         """Return the steps to compare, each with its ops and kernels, and the reasons why other kernels are not compared."""

@@ -8,9 +8,10 @@ import attrs
 import jax
 
 from axlearn_core.compose import ModelAndObjective, Program
-from axlearn_core.config import Node, Scaled, get, patch
+from axlearn_core.config import Node, Scaled, find, get, patch
 from axlearn_core.config.flat import leaves
 from axlearn_core.errors import AxlearnError
+from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from axlearn_plugins_verify.prove.reuse import reuse
 from axlearn_plugins_verify.prove.structure import abstract_batch
@@ -53,7 +54,7 @@ class Settings:
         )
 
     def _has_effect(self, case: Any, path: str, config: Any) -> bool:
-        """Return whether a setting has an effect. That does not depend on the seed."""
+        """Return whether a setting has an effect, for any seed."""
         return reuse(
             case.program(),
             ("setting", path),
@@ -62,14 +63,24 @@ class Settings:
 
     def _differs_before_shrinking(self, case: Any, path: str) -> bool:
         """Return whether a setting has an effect before the config is shrunk. The sizes of the shrunk config may hide it."""
-        changed = next((config for other, config in changed_settings(case.original) if other == path), None)
+        changed = next(
+            (config for other, config in changed_settings(case.original, repeated=True) if other == path), None
+        )
         return changed is None or _differs(case, case.original, changed)
 
 
-def changed_settings(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the path of each number and flag that differs from its default, and the config with a different value."""
+def changed_settings(config: Any, *, repeated: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield the path of each number and flag that differs from its default, and the config with a different value.
+
+    Args:
+        config: A `Trainer.Config`.
+        repeated: Whether to yield the settings of a node of an `alternate` that equals an earlier one.
+    """
+    left_out = () if repeated else tuple(_repeated_nodes(config))
     for leaf in leaves(config):
         if not leaf.path.startswith(PARTS) or leaf.kind not in KINDS or _is_default(config, leaf.path):
+            continue
+        if leaf.path.startswith(left_out):
             continue
         for value in _other_values(leaf.value):
             try:
@@ -77,6 +88,17 @@ def changed_settings(config: Any) -> Iterator[tuple[str, Any]]:
             except AxlearnError:
                 continue
             break
+
+
+def _repeated_nodes(config: Any) -> Iterator[str]:
+    """Yield the path, with a dot at its end, of each node of an `alternate` that equals an earlier one."""
+    for path, slot in find(config.model, Alternate).items():
+        nodes: set[Any] = set()
+        groups = {"first": slot.first, "children": slot.children}
+        for name, node in ((f"{group}.{i}", n) for group, members in groups.items() for i, n in enumerate(members)):
+            if node in nodes:
+                yield f"model.{path}.{name}."
+            nodes.add(node)
 
 
 def _other_values(value: Any) -> tuple[Any, ...]:
@@ -120,4 +142,4 @@ def _differs(case: Any, config: Any, other: Any) -> bool:
 def _lower(program: Program, function: str, arguments: tuple[Any, ...], config: Any, trained: ModelAndObjective) -> str:
     """Return the lowered text of a function of a config, with the mesh and the kernels of a program."""
     call = config.functions(trained.model)[function].call
-    return program.compile_trial(call, function).lower(*arguments).as_text()
+    return program.trial_text(call, arguments, function)

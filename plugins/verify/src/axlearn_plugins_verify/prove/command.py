@@ -24,6 +24,12 @@ from axlearn_plugins_verify.compat import hide_partitioner_warnings
 @click.option(
     "--mesh", metavar="AXIS=N,...", help="Check only this mesh (default: meshes that together cover every axis)."
 )
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processes that check properties (default: 2 if there are 2 cores).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.html", help="Write a page.")
 def prove(
@@ -33,6 +39,7 @@ def prove(
     seed: int,
     seeds: int,
     mesh: str | None,
+    jobs: int | None,
     as_json: bool,
     report: Path | None,
 ) -> None:
@@ -46,6 +53,7 @@ def prove(
     from axlearn_core.train.trackers import writing
     from axlearn_plugins_verify.prove import proof
     from axlearn_plugins_verify.prove import proof_report as reports
+    from axlearn_plugins_verify.prove.checks import default_jobs
 
     width = max(len(name) for name in proof.select(only))
     result = proof.prove(
@@ -55,6 +63,7 @@ def prove(
         seed=seed,
         seeds=seeds,
         mesh=None if mesh is None else _parse_mesh(mesh),
+        jobs=default_jobs() if jobs is None else jobs,
         progress=lambda check: None if as_json else echo(reports.line(check, width)),
     )
     if report is not None:

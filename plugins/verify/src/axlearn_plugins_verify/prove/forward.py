@@ -147,7 +147,7 @@ def precise_config(config: Any) -> Any:
     return patch(config, {"model.dtype": "float32"}) if compute_dtype(config) in ("bfloat16", "float16") else config
 
 
-def check_precisely(case: Any, check: Callable[[Any], Outcome], *, stops_early: bool = True) -> Outcome:
+def check_precisely(case: Any, check: Callable[[Any], Outcome]) -> Outcome:
     """Check a property of a config in its dtype. If that is a 16-bit dtype and the property holds, check it in float32 too.
 
     Rounding hides small faults in a 16-bit dtype. If float32 leaves doubt, float64 decides.
@@ -155,7 +155,6 @@ def check_precisely(case: Any, check: Callable[[Any], Outcome], *, stops_early: 
     Args:
         case: `axlearn_plugins_verify.prove.case.Case`.
         check: Checks a config.
-        stops_early: Whether a comparison of a 16-bit config in float32 may be left out if it would leave doubt.
     """
     precise = precise_config(case.config)
     if precise is case.config:
@@ -163,7 +162,7 @@ def check_precisely(case: Any, check: Callable[[Any], Outcome], *, stops_early: 
     outcome = check(case.config)
     if not outcome.holds:
         return outcome
-    return check_single(case, precise, check, note=ALSO_IN_FLOAT32, stops_early=stops_early)
+    return check_single(case, precise, check, note=ALSO_IN_FLOAT32, stops_early=True)
 
 
 def check_single(

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,7 +13,7 @@ from axlearn_core.compose.devices import configure_devices
 from axlearn_core.compose.program import find_layout_problem
 from axlearn_core.contracts.mesh import MESH_AXES
 from axlearn_core.contracts.target import Target
-from axlearn_core.errors import AxlearnError, RequestError, counted, unknown
+from axlearn_core.errors import RequestError, counted, unknown
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
@@ -21,7 +21,8 @@ from axlearn_core.plugins.targets import find_machine
 from axlearn_core.train.trainer import Trainer
 from axlearn_plugins_verify.prove import minimize, module_calls
 from axlearn_plugins_verify.prove.case import Case
-from axlearn_plugins_verify.prove.contract import Outcome, Property
+from axlearn_plugins_verify.prove.checks import FAILS, HOLDS, NOT_RUN, Check, Checks, check_property
+from axlearn_plugins_verify.prove.contract import Property
 from axlearn_plugins_verify.prove.shrink import Shrunk, shrink
 
 DEVICES = 8
@@ -30,30 +31,6 @@ SEEDS = 2
 """Number of seeds for weights and batches."""
 MESH = "mesh"
 """Name of the property that compares meshes."""
-HOLDS, FAILS, SKIPPED, NOT_RUN = "holds", "FAILS", "skipped", "not run"
-
-
-@attrs.frozen(kw_only=True)
-class Check:
-    """A property that was checked with one seed.
-
-    Attributes:
-        name: Name of the property.
-        summary: The statement that the property makes, as one sentence.
-        seed: Seed for the weights and batches.
-        status: `holds`, `FAILS`, `skipped` or `not run`.
-        outcome: Result, or None if the check was skipped, not run, or ended with an error.
-        reason: Why the property was skipped or not run, or the error that ended the check.
-        seconds: Time of the check.
-    """
-
-    name: str
-    summary: str
-    seed: int
-    status: str
-    outcome: Outcome | None = None
-    reason: str = ""
-    seconds: float = 0.0
 
 
 @attrs.frozen(kw_only=True)
@@ -125,6 +102,7 @@ def prove(
     seed: int = 0,
     seeds: int = SEEDS,
     mesh: Mapping[str, int] | None = None,
+    jobs: int = 1,
     progress: Callable[[Check], None] = lambda check: None,
     **options: Any,
 ) -> Proof:
@@ -140,7 +118,8 @@ def prove(
         seed: First seed for the weights and batches.
         seeds: Number of seeds.
         mesh: Shape of the only mesh to check, such as `{"data": 2}` (default: meshes that together cover every axis).
-        progress: Called after each check.
+        jobs: Number of processes that check properties at the same time. A process is only started for four properties.
+        progress: Called for each check, in order.
         options: Arguments of `Request.from_arguments`, if `request` is not a `Request`.
 
     Raises:
@@ -162,20 +141,8 @@ def prove(
     first = Case(
         shrunk.config, original=resolved.config, meshes=shrunk.meshes, seed=seed, target=requested_target(resolved)
     )
-    checks: list[Check] = []
-    for case in (first if n == 0 else first.with_seed(seed + n) for n in range(seeds)):
-        for name, part in chosen.items():
-            if case is not first and not _holds_so_far(checks, name):
-                continue  # the first seed gives the reason
-            check = (
-                check_property(name, part, case)
-                if time.monotonic() < deadline
-                else Check(
-                    name=name, summary=part.summary, seed=case.seed, status=NOT_RUN, reason="the time limit was reached"
-                )
-            )
-            checks.append(check)
-            progress(check)
+    cases = [first, *(first.with_seed(seed + n) for n in range(1, seeds))]
+    checks = Checks(cases, chosen, has_time=lambda: time.monotonic() < deadline, progress=progress).run(jobs)
     failed = next((c for c in checks if c.status == FAILS), None)
     minimal = None
     if failed is not None:
@@ -190,7 +157,7 @@ def prove(
             minimal = attrs.evolve(minimal, meshes=meshes)
     return Proof(
         title=" with ".join(filter(None, [resolved.title, ", ".join(name for name, _ in resolved.features)])),
-        checks=tuple(checks),
+        checks=checks,
         shrunk=shrunk,
         minimal=minimal,
         seconds=time.monotonic() - begun,
@@ -207,39 +174,6 @@ def resolve_trainer(request: Request) -> Resolved:
     if not isinstance(resolved.config, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
     return resolved
-
-
-def check_property(name: str, part: Property, case: Case) -> Check:
-    """Check one property. An error of the check counts as a failure, because the config cannot be used in this way."""
-    begun = time.monotonic()
-    status, outcome, reason = SKIPPED, None, ""
-    try:
-        reason = part.skip_reason(case) or ""
-        if not reason:
-            outcome = part.check(case)
-            status = HOLDS if outcome.holds else FAILS
-    except AxlearnError as error:
-        status, reason = FAILS, str(error)
-    except Exception as error:  # JAX raises many kinds of errors for a faulty layer
-        status, reason = FAILS, f"{type(error).__name__}: {_first_line(error)}"
-    seconds = time.monotonic() - begun
-    return Check(
-        name=name,
-        summary=part.summary,
-        seed=case.seed,
-        status=status,
-        outcome=outcome,
-        reason=reason,
-        seconds=seconds,
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
-
-
-def _holds_so_far(checks: Iterable[Check], name: str) -> bool:
-    return all(check.status == HOLDS for check in checks if check.name == name)
 
 
 def check_mesh(shape: Mapping[str, int], resolved: Resolved) -> None:

@@ -11,7 +11,8 @@ import click
 from axlearn_core.config import html
 from axlearn_plugins_tools.reporting.page import html_page
 from axlearn_plugins_verify.prove import minimize
-from axlearn_plugins_verify.prove.proof import FAILS, HOLDS, NOT_RUN, SKIPPED, Check, Proof
+from axlearn_plugins_verify.prove.checks import FAILS, HOLDS, NOT_RUN, SKIPPED, Check
+from axlearn_plugins_verify.prove.proof import Proof
 
 STYLE = (
     ".fails { color: #c62828; font-weight: 600 } .holds { color: #2e7d32 } .not-run { color: #b26a00 } "
