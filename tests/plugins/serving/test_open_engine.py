@@ -13,7 +13,7 @@ from axlearn_core.cli.main import cli
 from axlearn_core.config import patch
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_plugins_serving.engine import ServingEngine
-from axlearn_plugins_serving.open_engine import build_engine, fit_config, open_engine
+from axlearn_plugins_serving.open_engine import build_engine, fit_config, model_name, open_engine
 from axlearn_plugins_transformer.embedding import LearnedPositions
 from axlearn_plugins_transformer.text import ByteTokenizer
 from axlearn_plugins_transformer.text.processor import TextProcessor
@@ -142,3 +142,21 @@ def test_a_model_directory_that_names_no_end_token_says_so(tmp_path, capfd):
     error = capfd.readouterr().err
     assert error.count("names the token that ends a text") == 1
     assert repr(opened.tokenizer.eos_token) in error
+
+
+@pytest.mark.parametrize(
+    ("uri", "name"),
+    [
+        ("org/name", "org/name"),
+        ("org/name@v1", "org/name"),
+        ("folder/run", "run"),
+        ("folder/run/", "run"),
+        ("gs://bucket/runs/mine?base=gs://bucket/base", "mine"),
+        (".", "here"),
+        ("folder/..", "here"),
+    ],
+)
+def test_the_default_name_of_a_model(uri, name, tmp_path, monkeypatch):
+    (tmp_path / "here/folder/run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert model_name(uri) == name

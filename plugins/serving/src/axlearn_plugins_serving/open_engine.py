@@ -1,5 +1,6 @@
 """Open an engine for a model at a path or URI."""
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -153,8 +154,14 @@ def open_with_programs(
 
 
 def model_name(uri: str | Path) -> str:
-    """Return the name of a model: the last component of its path or URI."""
-    return str(uri).partition("?")[0].rstrip("/").split("/")[-1]
+    """Return the name of a model: `org/name` for a model on the hub, otherwise the last component of its path or URI."""
+    with contextlib.suppress(ImportError):  # without this package, no model of the hub can be opened
+        from axlearn_plugins_models.huggingface.hub import parse_name
+
+        if (name := parse_name(uri)) is not None:
+            return name.repository
+    last = str(uri).partition("?")[0].rstrip("/").split("/")[-1]
+    return Path(uri).resolve().name if last in ("", ".", "..") else last
 
 
 def build_engine(

@@ -104,7 +104,7 @@ def test_a_unix_socket_is_removed_at_the_end(start, tmp_path):
     path = tmp_path / "socket"
     started = start("--uds", str(path), port=())
     assert started.result.exit_code == 0, started.result.output
-    assert started.result.stdout == f"any at unix:{path}\n"
+    assert started.result.stdout == f"runs/any at unix:{path}\n"
     assert started.limits.hosts is None  # no web page can connect
     assert not path.exists()
 

@@ -59,9 +59,11 @@ def serve_with_vllm(
         RequestError: If vLLM is not installed or the Hugging Face format does not support the model.
     """
     command = find_vllm()
+    from axlearn_plugins_serving.open_engine import model_name  # imports JAX
+
     with _hugging_face_directory(uri, step) as directory:
         arguments = [command, "serve", str(directory), "--host", host, "--port", str(port)]
-        arguments += ["--served-model-name", *(names or [Path(uri).resolve().name]), *more]
+        arguments += ["--served-model-name", *(names or [model_name(uri)]), *more]
         environment = os.environ | ({"VLLM_API_KEY": key} if key else {})
         try:
             process = subprocess.Popen(arguments, env=environment)
