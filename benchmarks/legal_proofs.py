@@ -31,7 +31,8 @@ from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_verify.prove.checks import FAILS, NOT_RUN, SKIPPED
-from axlearn_plugins_verify.prove.proof import DEVICES, SEEDS, prove
+from axlearn_plugins_verify.prove.helper_process import DEVICES
+from axlearn_plugins_verify.prove.proof import SEEDS, prove
 
 RESULTS = Path(__file__).parent / "results"
 DTYPES = ("float32", "bfloat16")

@@ -1,5 +1,6 @@
 """Stacks with several kinds of layers, tested on a layer that is easy to compute by hand."""
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,13 @@ from axlearn_core.nn.remat import Remat, tag
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_rope.feature import Rope
 from axlearn_plugins_rope.rotary import RotaryEmbedding
-from axlearn_plugins_transformer.alternate import Alternate, LayerPattern, find_pattern, layer_configs
+from axlearn_plugins_transformer.alternate import (
+    Alternate,
+    LayerPattern,
+    find_pattern,
+    layer_configs,
+    with_shortest_cycles,
+)
 from axlearn_plugins_transformer.stack import MixedLayers, Stack, each_layer, unstack
 
 LAYER = "model.decoder.layer"
@@ -313,3 +320,14 @@ def test_an_array_without_an_input_for_each_layer_is_refused():
         RequestError, match=r"layer_inputs\['bias'\].*\n *got: \[1, 3, 4\]\n *expected: \[rows, 4, \.\.\.\]"
     ):
         stack(layers, jnp.ones((1, 2, 4)), Context(layer_inputs={"bias": jnp.zeros((1, 3, 4))}))
+
+
+def test_the_shortest_form_of_cycles_gives_the_same_layers():
+    layer = resolve("gemma2-2b").config.model.decoder.layer
+    attention, windows = layer.attention, layer.attention.window.children
+    longer = attrs.evolve(attention, window=Alternate(first=windows, children=windows * 2))
+    one, other = (attrs.evolve(layer, attention=slot) for slot in (attention, longer))
+    assert with_shortest_cycles(other, 8) == with_shortest_cycles(one, 8) == one
+    assert layer_configs(other, 8) == layer_configs(one, 8)
+    nested = attrs.evolve(layer, attention=Alternate(children=(Alternate(children=(attention, attention)), longer)))
+    assert layer_configs(with_shortest_cycles(nested, 8), 8) == layer_configs(nested, 8)

@@ -128,15 +128,19 @@ class Compiler:
 
         return jax.jit(run, compiler_options=quick_options(self.platform) or None)
 
-    def trial_text(self, call: Callable[..., Any], arguments: Sequence[Any], name: str = "train") -> str:
+    def trial_text(
+        self, call: Callable[..., Any], arguments: Sequence[Any], name: str = "train", kernels: Selection | None = None
+    ) -> str:
         """Return the lowered text of a function that the program does not declare; see `compile_trial`.
 
         Args:
             call: Function of arrays.
             arguments: Arrays, or their abstract shapes.
             name: Function of the program whose mesh rules and kernels it uses.
+            kernels: Kernel selection to use instead of that function's.
         """
-        return self.compile_trial(call, name).lower(*arguments).as_text()
+        with lowering(self.target):
+            return self.compile_trial(call, name, kernels).lower(*arguments).as_text()
 
     def arguments(self, name: str, bucket: object = None) -> tuple[Any, ...]:
         """Return a function's abstract arguments for a bucket, with shardings."""

@@ -189,15 +189,19 @@ class ModelRunner(Configurable):
     def check_extras(self, count: int, extras: Mapping[str, np.ndarray]) -> None:
         """See `TakesExtras.check_extras`."""
         bucket = PromptBucket.fit(count, extras)
-        if bucket not in self._checked_extras:
-            self._checked_extras[bucket] = self._find_refusal(bucket)
-        if (refusal := self._checked_extras[bucket]) is not None:
+        try:
+            refusal = self._checked_extras[bucket]
+        except KeyError:
+            refusal = self._find_refusal(bucket)
+            self._checked_extras[bucket] = refusal
+        if refusal is not None:
             raise ExtrasError(refusal)
 
     def _find_refusal(self, bucket: PromptBucket) -> str | None:
         """Return why the model cannot read extras of these shapes, or None if it can."""
         if len(self._checked_extras) > 4 * MAX_SHAPES:  # at most `MAX_SHAPES` of them are accepted
-            self._checked_extras = {b: refusal for b, refusal in self._checked_extras.items() if refusal is None}
+            checked = [*self._checked_extras.items()]  # other threads may add to it
+            self._checked_extras = {b: refusal for b, refusal in checked if refusal is None}
         accepted = sum(refusal is None for refusal in [*self._checked_extras.values()])
         if accepted >= MAX_SHAPES:
             return (

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Node, map, node
+from axlearn_core.config import REQUIRED, Node, find, node
 from axlearn_core.config.tree import children, with_children
 from axlearn_core.errors import ConfigError, Problem
 
@@ -88,18 +88,18 @@ def shortest_parts(values: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
     return min(parts, key=lambda part: len(part[0]) + len(part[1]))
 
 
-def with_shortest_cycles(layer: Node[Any], num_layers: int) -> Node[Any]:
-    """Rewrite each `Alternate` in the config of a layer in its shortest form, which gives the same `num_layers` layers."""
+def with_shortest_cycles(layer: Any, num_layers: int) -> Any:
+    """Rewrite each `Alternate` in the config of a layer in its shortest form, which gives the same `num_layers` layers.
 
-    def shorten(part: Node[Any]) -> Any:
-        if not isinstance(part, Alternate):
-            return part
-        first, cycle = shortest_parts([part.select(i) for i in range(num_layers)])
-        return (
-            cycle[0] if not first and len(cycle) == 1 else attrs.evolve(part, first=tuple(first), children=tuple(cycle))
-        )
-
-    return map(layer, shorten)
+    An `Alternate` of other ones stays as it is, because they count the layers of one type.
+    """
+    if not isinstance(layer, Alternate):
+        return with_children(layer, {name: with_shortest_cycles(n, num_layers) for name, n in children(layer).items()})
+    nodes = [layer.select(i) for i in range(num_layers)]
+    if any(find(node, Alternate) for node in nodes):
+        return layer
+    first, cycle = shortest_parts(nodes)
+    return cycle[0] if not first and len(cycle) == 1 else attrs.evolve(layer, first=tuple(first), children=tuple(cycle))
 
 
 class LayerPattern(NamedTuple):

@@ -1,5 +1,7 @@
 """Checks in several processes: their order, a process that ends early, and configs that another process cannot read."""
 
+import threading
+
 import pytest
 
 from axlearn_plugins_verify.prove import checks, proof
@@ -19,13 +21,14 @@ class Part:
 
     summary = "one number equals another"
 
-    def __init__(self, reason=None):
-        self.reason = reason
+    def __init__(self, reason=None, ready=None):
+        self.reason, self.ready = reason, ready
 
     def skip_reason(self, case):
         return self.reason
 
     def check(self, case):
+        assert self.ready is None or self.ready.wait(60)
         return Outcome(error=0.0, tolerance=1.0, compared="two numbers")
 
 
@@ -33,10 +36,11 @@ class Helper:
     """A helper that ends after a number of checks."""
 
     def __init__(self, count):
-        self.count, self.calls, self.closed = count, [], False
+        self.count, self.calls, self.closed, self.ready = count, [], False, threading.Event()
 
     def check(self, number, name):
         if len(self.calls) == self.count:
+            self.ready.set()
             return None
         self.calls.append((number, name))
         return Check(name=name, summary=Part.summary, seed=10 + number, status=checks.HOLDS, reason="helper")
@@ -56,10 +60,12 @@ def run(monkeypatch, helper, chosen, jobs=2, has_time=lambda: True):
     return [(check.seed, check.name) for check in result], result
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 100])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
 def test_every_check_runs_once_even_if_a_helper_ends(monkeypatch, count):
+    """Properties in this process wait for the end of the helper: after its first seed, or during the second."""
     helper = Helper(count)
-    names, result = run(monkeypatch, helper, {name: Part() for name in NAMES})
+    names, result = run(monkeypatch, helper, {name: Part(ready=helper.ready) for name in NAMES})
+    assert len(helper.calls) == count
     assert names == [(seed, name) for seed in (10, 11) for name in NAMES]
     assert all(check.status == checks.HOLDS for check in result)
     by_helper = [(check.seed - 10, check.name) for check in result if check.reason == "helper"]
@@ -93,25 +99,31 @@ def test_few_properties_start_no_process(monkeypatch):
 
 def test_a_process_checks_properties_like_this_one(monkeypatch):
     monkeypatch.setattr(checks, "PROPERTIES_PER_PROCESS", 2)
-    calls, check = [], HelperProcess.check
-    monkeypatch.setattr(HelperProcess, "check", lambda self, *args: (calls.append(args), check(self, *args))[1])
+    answers, check = [], HelperProcess.check
+    monkeypatch.setattr(HelperProcess, "check", lambda self, *args: answers.append(check(self, *args)) or answers[-1])
     results = [proof.prove("quickstart", set=SIZES, only=NAMES, jobs=jobs) for jobs in (1, 2)]
     alone, together = (
         [(c.name, c.seed, c.status, c.outcome and c.outcome.compared) for c in result.checks] for result in results
     )
     assert alone == together
-    assert calls, "the helper has checked properties"
-    assert {name for _, name in calls} < {*NAMES}
+    assert answers, "the helper has checked properties"
+    assert all(isinstance(answer, Check) for answer in answers)
+    assert {answer.name for answer in answers} < {*NAMES}
 
 
 def test_a_config_that_another_process_cannot_read_starts_none():
     config = proof_cases.case("quickstart", (), SMALL).config
     assert HelperProcess.start([Case(config, target=lambda: None)]) is None
+    assert HelperProcess.start([Case(config, target="__main__.Target")]) is None
 
 
-def test_a_helper_that_has_ended_returns_none():
+def test_a_helper_that_has_ended_returns_none(capfd):
     helper = HelperProcess(b"not a case")
     try:
         assert helper.check(0, "causality") is None
+        assert helper.check(0, "causality") is None
     finally:
         helper.close()
+    errors = capfd.readouterr().err
+    assert "note: the second process of the proof ended (UnpicklingError" in errors
+    assert "Traceback" not in errors

@@ -309,7 +309,7 @@ def _with_derived_heads(written: Json) -> Json:
 
 
 def _with_shortest_cycles(model: Node[Any]) -> Node[Any]:
-    """Rewrite the layers of each stack in the shortest form, so that the same layers compare equal."""
+    """Rewrite the cycles of each stack in the shortest form, so that another form of the same cycle compares equal."""
 
     def shorten(part: Any) -> Any:
         fields: Json = children(part)

@@ -11,6 +11,7 @@ from axlearn_core.compose import ModelAndObjective, Program
 from axlearn_core.config import Node, Scaled, find, get, patch
 from axlearn_core.config.flat import leaves
 from axlearn_core.errors import AxlearnError
+from axlearn_core.kernels.selection import Selection
 from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from axlearn_plugins_verify.prove.reuse import reuse
@@ -121,8 +122,8 @@ def _is_default(config: Any, path: str) -> bool:
 
 def _differs(case: Any, config: Any, other: Any) -> bool:
     """Return whether two configs have different arrays, losses or initial weights."""
-    program = case.program(config)
     try:
+        program = case.program(config)
         trained = ModelAndObjective.from_config(other)
         if (trained.abstract, trained.variables) != (program.trained.abstract, program.trained.variables):
             return True
@@ -140,6 +141,6 @@ def _differs(case: Any, config: Any, other: Any) -> bool:
 
 
 def _lower(program: Program, function: str, arguments: tuple[Any, ...], config: Any, trained: ModelAndObjective) -> str:
-    """Return the lowered text of a function of a config, with the mesh and the kernels of a program."""
+    """Return the lowered text of a function of a config, with the mesh of a program."""
     call = config.functions(trained.model)[function].call
-    return program.trial_text(call, arguments, function)
+    return program.trial_text(call, arguments, function, Selection(platform=program.platform))

@@ -1,7 +1,9 @@
 """Check properties of a case, in one process or in several."""
 
 import collections
+import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,12 +16,21 @@ from axlearn_plugins_verify.prove.contract import Outcome, Property
 from axlearn_plugins_verify.prove.helper_process import HelperProcess
 
 HOLDS, FAILS, SKIPPED, NOT_RUN = "holds", "FAILS", "skipped", "not run"
-STEPS = ("mesh", "microbatches", "scan", "remat", "padding", "derivatives", "gradients")
+STEP_PROPERTIES = ("mesh", "microbatches", "scan", "remat", "padding", "derivatives", "gradients")
 """Properties that compare training steps, and so share compiled functions. The longest comes first."""
-OTHERS = ("export", "causality", "packed-documents", "decode", "resume", "paged-decode", "kernels", "settings")
+SEPARATE_PROPERTIES = (
+    "export",
+    "causality",
+    "packed-documents",
+    "decode",
+    "resume",
+    "paged-decode",
+    "kernels",
+    "settings",
+)
 """Properties that share few functions with a training step. The longest comes last."""
 PROPERTIES_PER_PROCESS = 4
-"""Number of properties for which another process pays: it takes some seconds to start, and compiles some functions again."""
+"""Each process checks at least so many properties, because it takes some seconds to start and compiles some functions again."""
 
 
 @attrs.frozen(kw_only=True)
@@ -47,7 +58,7 @@ class Check:
 
 def default_jobs() -> int:
     """Return the default number of processes: two, or one on a machine with a single core."""
-    return min(2, os.cpu_count() or 1)
+    return min(2, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
 
 def check_property(name: str, part: Property, case: Case) -> Check:
@@ -81,7 +92,7 @@ def _first_line(error: Exception) -> str:
 
 def _place(name: str) -> tuple[int, int]:
     """Return the place of a property in the order in which several processes check them."""
-    for number, names in ((0, STEPS), (2, OTHERS)):
+    for number, names in ((0, STEP_PROPERTIES), (2, SEPARATE_PROPERTIES)):
         if name in names:
             return number, names.index(name)
     return 1, 0
@@ -130,19 +141,21 @@ class Checks:
         """Check all properties in up to `jobs` processes, and return the checks in order."""
         helpers = max(0, min(jobs, len(self._chosen) // PROPERTIES_PER_PROCESS) - 1)
         self._waiting.extend(sorted(self._chosen, key=_place) if helpers else self._chosen)
-        started = [helper for _ in range(helpers) if (helper := HelperProcess.start(self._cases)) is not None]
-        # This process starts at one end of the properties, and the helpers at the other, so that few functions are compiled twice.
-        threads = [threading.Thread(target=self._work, args=(helper.check, self._waiting.pop)) for helper in started]
-        try:
+        with contextlib.ExitStack() as stack:
+            # This process starts at one end of the properties, and the helpers at the other, so that few functions are compiled
+            # twice.
+            threads = [
+                threading.Thread(target=self._work, args=(helper.check, self._waiting.pop))
+                for _ in range(helpers)
+                if (helper := HelperProcess.start(self._cases)) is not None
+                and stack.enter_context(contextlib.closing(helper))
+            ]
             for thread in threads:
                 thread.start()
             self._work(self._check_here, self._waiting.popleft)
             for thread in threads:
                 thread.join()
             self._finish()
-        finally:
-            for helper in started:
-                helper.close()
         return tuple(check for check in (self._done[key] for key in self._order()) if check is not None)
 
     def _order(self) -> Iterator[tuple[int, str]]:
@@ -158,7 +171,7 @@ class Checks:
         checked: list[str] = []
         for number in range(len(self._cases)):
             for name in _until_empty(take) if number == 0 else checked:
-                if number and not self._holds_so_far(name):
+                if not self._holds_before(number, name):
                     self._record(number, name, None)  # the first seed gives the reason
                     continue
                 result = check(number, name) if self._has_time() else self._not_run(number, name)
@@ -173,7 +186,7 @@ class Checks:
         for number, name in self._order():
             if (number, name) in self._done:
                 continue
-            if number and not self._holds_so_far(name):
+            if not self._holds_before(number, name):
                 self._record(number, name, None)
             else:
                 check = self._check_here if self._has_time() else self._not_run
@@ -191,8 +204,10 @@ class Checks:
             reason="the time limit was reached",
         )
 
-    def _holds_so_far(self, name: str) -> bool:
-        return all(check is not None and check.status == HOLDS for (_, n), check in self._done.items() if n == name)
+    def _holds_before(self, number: int, name: str) -> bool:
+        """Return whether a property holds with all earlier seeds."""
+        earlier = (self._done[n, name] for n in range(number))
+        return all(check is not None and check.status == HOLDS for check in earlier)
 
     def _record(self, number: int, name: str, check: Check | None) -> None:
         """Keep a check, and report those whose predecessors are known."""

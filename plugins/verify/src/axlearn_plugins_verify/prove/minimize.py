@@ -33,7 +33,7 @@ class Minimal:
         meshes: Shapes of the meshes on which the property fails. Empty stands for the meshes of the proof.
         features: Names of the features that remain.
         removed: Features, settings, layers and meshes that do not matter, in the syntax of the command line.
-        check: The failed check of the smallest request: a `proof.Check`.
+        check: The failed check of the smallest request: a `checks.Check`.
         complete: Whether every part was tried before the time limit.
     """
 

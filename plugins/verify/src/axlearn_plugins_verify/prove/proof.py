@@ -23,10 +23,9 @@ from axlearn_plugins_verify.prove import minimize, module_calls
 from axlearn_plugins_verify.prove.case import Case
 from axlearn_plugins_verify.prove.checks import FAILS, HOLDS, NOT_RUN, Check, Checks, check_property
 from axlearn_plugins_verify.prove.contract import Property
+from axlearn_plugins_verify.prove.helper_process import DEVICES
 from axlearn_plugins_verify.prove.shrink import Shrunk, shrink
 
-DEVICES = 8
-"""Number of virtual CPU devices."""
 SEEDS = 2
 """Number of seeds for weights and batches."""
 MESH = "mesh"
@@ -118,7 +117,7 @@ def prove(
         seed: First seed for the weights and batches.
         seeds: Number of seeds.
         mesh: Shape of the only mesh to check, such as `{"data": 2}` (default: meshes that together cover every axis).
-        jobs: Number of processes that check properties at the same time. A process is only started for four properties.
+        jobs: Largest number of processes that check properties at the same time. Each one checks at least four.
         progress: Called for each check, in order.
         options: Arguments of `Request.from_arguments`, if `request` is not a `Request`.
 

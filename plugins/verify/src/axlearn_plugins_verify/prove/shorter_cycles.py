@@ -26,7 +26,8 @@ def shorten_cycles(config: Any, *, irregular: bool = False) -> Any:
     Args:
         config: A `Trainer.Config`.
         irregular: Whether to make a stack of which a scan runs only a part: two periods, one more layer of the first kind, and one
-            layer of each kind. Otherwise, the number of layers does not change.
+            layer of each kind. Otherwise, the kinds that a scan runs occur twice, and the number of layers only changes if other
+            kinds follow them.
     """
     changes: dict[str, Any] = {}
     for path, decoder in find(config.model, Decoder.Config).items():

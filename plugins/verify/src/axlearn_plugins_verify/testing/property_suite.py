@@ -16,7 +16,7 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_verify.prove.case import Case
 from axlearn_plugins_verify.prove.contract import Outcome, Property
-from axlearn_plugins_verify.prove.proof import DEVICES
+from axlearn_plugins_verify.prove.helper_process import DEVICES
 from axlearn_plugins_verify.prove.shrink import shrink
 
 SEEDS = (0, 1)
