@@ -12,7 +12,7 @@ import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
 from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
-from axlearn_plugins_verify.prove import minimize, proof
+from axlearn_plugins_verify.prove import checks, minimize, proof
 from axlearn_plugins_verify.prove import shrink as shrinking
 from axlearn_plugins_verify.prove.contract import Difference, Outcome
 from axlearn_plugins_verify.prove.shrink import Shrunk
@@ -208,6 +208,20 @@ def test_the_command_prints_json(installed):
     assert {check["seed"] for check in values["checks"]} == {3}
     assert [check["status"] for check in values["checks"]] == ["holds", "FAILS"]
     assert values["minimal"]["check"]["difference"]["error"] == "nan"
+
+
+def test_the_command_limits_the_processes(installed, monkeypatch):
+    installed.update({f"part-{i}": Fake(PASSED) for i in range(8)})
+    started = []
+    monkeypatch.setattr(checks.HelperProcess, "start", started.append)
+    arguments = ["prove", "quickstart", "--seeds", "1"]
+    for words, count in ((["--jobs", "1"], 0), (["--jobs", "8"], 1)):  # each process checks at least four properties
+        started.clear()
+        result = CliRunner().invoke(cli, [*arguments, *words])
+        assert result.exit_code == 0, result.output
+        assert "8 passed" in result.output
+        assert len(started) == count
+    assert CliRunner().invoke(cli, [*arguments, "--jobs", "0"]).exit_code == 2
 
 
 def test_every_property_has_a_summary_and_is_documented():
