@@ -203,7 +203,7 @@ BAD = (
         "response-expired",
         RESPONSE,
         b'{"input": "a", "previous_response_id": "resp_1"}',
-        says="no stored response has the id 'resp_1'; it was created with `store: false`, was deleted, or was evicted",
+        says="no stored response has the id 'resp_1'; its response was created with `store: false`, was deleted, or was evicted",
         param="previous_response_id",
     ),
     Bad("response-item", RESPONSE, b'{"input": [{"type": "computer_call"}]}', says="not supported", param="input[0]"),
